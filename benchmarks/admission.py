@@ -1,7 +1,9 @@
-"""CPU time of admission in the native engine: what is found of a prompt, which runs are grafted, and the plan.
+"""CPU time of admission in the native engine: what is found of a prompt, which runs are grafted,
+and the plan.
 
-A tiny random model reads documents of about 256 tokens, then prompts with them in another order between new text are
-admitted, and let go again. What is printed is the least of several runs, in CPU milliseconds of one thread.
+A tiny random model reads documents of about 256 tokens, then prompts with them in another order
+between new text are admitted, and let go again. What is printed is the least of several runs, in
+CPU milliseconds of one thread.
 
     OMP_NUM_THREADS=1 python benchmarks/admission.py [--tokens 8192] [--known 0.9] [--json]
 """
@@ -36,7 +38,11 @@ ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "hash": ((BlockProvenance, "chains"), (index, "window_hashes")),
     "look up": ((CacheLookup, "_exact_hits"), (VirtualBlockIndex, "_candidates")),
-    "select": ((VirtualBlockIndex, "_claim"), (VirtualBlockIndex, "_extend"), (VirtualBlockIndex, "_as_matches")),
+    "select": (
+        (VirtualBlockIndex, "_claim"),
+        (VirtualBlockIndex, "_extend"),
+        (VirtualBlockIndex, "_as_matches"),
+    ),
     "plan": ((Memory, "_start"),),
     "rest": ((Memory, "admit"),),
 }
@@ -46,10 +52,14 @@ def make_prompts(tokens: int, known: float, seed: int = 0) -> tuple[list[int], l
     """(what is read before, a prompt of so many tokens with this share of known ones)."""
     random = np.random.default_rng(seed)
     num_known = round(tokens * known)
-    documents = np.array_split(random.integers(1, VOCAB, num_known), max(tokens // DOCUMENT_TOKENS, 1))
+    documents = np.array_split(
+        random.integers(1, VOCAB, num_known), max(tokens // DOCUMENT_TOKENS, 1)
+    )
     before, behind = np.array_split(random.integers(1, VOCAB, tokens - num_known), 2)
     prompt = [before, *(documents[number] for number in random.permutation(len(documents))), behind]
-    return np.concatenate([random.integers(1, VOCAB, 7), *documents]).tolist(), np.concatenate(prompt).tolist()
+    return np.concatenate([random.integers(1, VOCAB, 7), *documents]).tolist(), np.concatenate(
+        prompt
+    ).tolist()
 
 
 @contextmanager
@@ -88,7 +98,8 @@ def measure(model: Path, tokens: int, known: float, runs: int) -> dict[str, floa
     for run in range(2 * runs):
         sequence = engine._sequence(0, Request(prompt, "naive", ONE_TOKEN, remember=False))
         with ExitStack() as stack:
-            seconds = stack.enter_context(timed()) if run % 2 else {}  # watching takes time: "all" is timed without
+            # watching takes time: "all" is timed without
+            seconds = stack.enter_context(timed()) if run % 2 else {}
             start = time.thread_time()
             engine.memory.admit(sequence, idle=True)
             elapsed = time.thread_time() - start
@@ -100,7 +111,11 @@ def measure(model: Path, tokens: int, known: float, runs: int) -> dict[str, floa
 
 def main(
     lengths: Annotated[list[int], typer.Option("--tokens", min=16)] = [2048, 8192, 32768],  # noqa: B006
-    known: Annotated[list[float], typer.Option(min=0, max=1, help="Share of a prompt.")] = [0.0, 0.5, 0.9],  # noqa: B006
+    known: Annotated[list[float], typer.Option(min=0, max=1, help="Share of a prompt.")] = [  # noqa: B006
+        0.0,
+        0.5,
+        0.9,
+    ],
     runs: Annotated[int, typer.Option(min=1)] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -110,9 +125,16 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), 1, 2 * max(lengths), SHAPE)
         progress = track(cases, "measuring", console=Console(stderr=True), transient=True)
-        rows = [(tokens, share, measure(Path(folder), tokens, share, runs)) for tokens, share in progress]
+        rows = [
+            (tokens, share, measure(Path(folder), tokens, share, runs))
+            for tokens, share in progress
+        ]
     if as_json:
-        print(json.dumps([{"tokens": tokens, "known": share, "ms": parts} for tokens, share, parts in rows]))
+        print(
+            json.dumps(
+                [{"tokens": tokens, "known": share, "ms": parts} for tokens, share, parts in rows]
+            )
+        )
         return
     table = markdown_table(["tokens", "known", *(f"{part}, ms" for part in ("all", *PARTS))])
     for tokens, share, parts in rows:

@@ -1,4 +1,5 @@
-"""Time of copy with delta-RoPE ("align") against a bare copy of the same slots and against the plain reference.
+"""Time of copy with delta-RoPE ("align") against a bare copy of the same slots and against the
+plain reference.
 
 OMP_NUM_THREADS=2 python benchmarks/align.py --dtype float32 [--paged] [--device cuda]
 """
@@ -45,8 +46,11 @@ def milliseconds(call: Callable[[], None], device: torch.device) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def measure(sides: dict[str, Callable[[], None]], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of each side in each round; the sides alternate, after one round that does not count."""
+def measure(
+    sides: dict[str, Callable[[], None]], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Milliseconds of each side in each round; the sides alternate, after one round that does not
+    count."""
     lines = [[milliseconds(call, device) for call in sides.values()] for _ in range(rounds + 1)][1:]
     return dict(zip(sides, map(list, zip(*lines, strict=True)), strict=True))
 
@@ -55,7 +59,9 @@ def scattered_slots(num_tokens: int, block_size: int) -> tuple[Tensor, Tensor]:
     """Source and target in random disjoint pages, as the pages of a paged pool lie."""
     num_pages = -(-num_tokens // block_size)
     pages = torch.randperm(2 * num_pages, generator=torch.Generator().manual_seed(0)).tolist()
-    source, target = (slots_of(part, block_size)[:num_tokens] for part in (pages[:num_pages], pages[num_pages:]))
+    source, target = (
+        slots_of(part, block_size)[:num_tokens] for part in (pages[:num_pages], pages[num_pages:])
+    )
     return source, target
 
 
@@ -68,13 +74,17 @@ def main(
     dtype: Annotated[str, typer.Option(help=" | ".join(DTYPES))] = "float32",
     device: str = "cpu",
     rounds: int = 15,
-    paged: Annotated[bool, typer.Option("--paged", help="A tensor for each layer, keys beside values.")] = False,
+    paged: Annotated[
+        bool, typer.Option("--paged", help="A tensor for each layer, keys beside values.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Time align_copy, a bare copy and the reference."""
     if dtype not in DTYPES:
         raise typer.BadParameter(f"dtype {dtype!r}: allowed are {', '.join(DTYPES)}")
-    configuration: dict[str, Any] = dict(locals(), threads=torch.get_num_threads(), torch=torch.__version__)
+    configuration: dict[str, Any] = dict(
+        locals(), threads=torch.get_num_threads(), torch=torch.__version__
+    )
     del configuration["as_json"]
     where, every = torch.device(device), range(layers)
     source, target = (slots.to(where) for slots in scattered_slots(tokens, block_size))
@@ -102,11 +112,19 @@ def main(
 
 
 def report(configuration: dict[str, Any], times: dict[str, list[float]], as_json: bool) -> None:
-    """Medians over rounds, of the times and of the ratios within a round (other load moves those less)."""
+    """Medians over rounds, of the times and of the ratios within a round (other load moves those
+    less)."""
     medians = {name: statistics.median(column) for name, column in times.items()}
-    ratios = {name: statistics.median(map(truediv, column, times["bare copy"])) for name, column in times.items()}
+    ratios = {
+        name: statistics.median(map(truediv, column, times["bare copy"]))
+        for name, column in times.items()
+    }
     if as_json:
-        print(json.dumps({"configuration": configuration, "median_ms": medians, "ratio_to_bare_copy": ratios}))
+        print(
+            json.dumps(
+                {"configuration": configuration, "median_ms": medians, "ratio_to_bare_copy": ratios}
+            )
+        )
         return
     Console().print(configuration)
     table = Table("side", "median ms", "median ratio to bare copy")

@@ -1,12 +1,15 @@
-"""Decode steps, dense and under flows, on a random model in which attention dominates: time, throughput, shares.
+"""Decode steps, dense and under flows, on a random model in which attention dominates: time,
+throughput, shares.
 
-The layers are Qwen3-0.6B's, 16 query and 8 KV heads of 128: at 32K keys and values are four times what the weights are;
-or, with latent attention, DeepSeek-V2-Lite's without experts.
-The context is random keys and values, not a prompt: what flows choose has no meaning here, what it costs has. All sides
-decode the same context in turn; medians and medians of paired ratios are printed. With `--graphs` native sides are also
-measured with CUDA graphs; their shares are those of steps without, since stages of a graph cannot be told apart.
+The layers are Qwen3-0.6B's, 16 query and 8 KV heads of 128: at 32K keys and values are four times
+what the weights are; or, with latent attention, DeepSeek-V2-Lite's without experts. The context is
+random keys and values, not a prompt: what flows choose has no meaning here, what it costs has. All
+sides decode the same context in turn; medians and medians of paired ratios are printed. With
+`--graphs` native sides are also measured with CUDA graphs; their shares are those of steps without,
+since stages of a graph cannot be told apart.
 
-    python benchmarks/decode.py [--host vllm | --attention mla] [--batches 1,4] [--device cuda] [--graphs] [--json]
+    python benchmarks/decode.py [--host vllm | --attention mla] [--batches 1,4] [--device cuda]
+        [--graphs] [--json]
 """
 
 import json
@@ -45,8 +48,10 @@ SHAPE = {
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
 }  # fmt: skip
 MLA = {  # of DeepSeek-V2-Lite, without experts
-    "hidden_size": 2048, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 16,
-    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "hidden_size": 2048, "intermediate_size": 3072, "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
     "first_k_dense_replace": 64,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, Mapping[str, Any], int]] = {  # family, shape, numbers kept of a token
@@ -65,8 +70,9 @@ FLOWS = ";".join(
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """One side at one length and batch size: ms of a step, tokens a second, ratio to dense of the whole step and of
-    its attention with the indexer, shares of the step, and how many steps a CUDA graph has replayed."""
+    """One side at one length and batch size: ms of a step, tokens a second, ratio to dense of the
+    whole step and of its attention with the indexer, shares of the step, and how many steps a CUDA
+    graph has replayed."""
 
     host: str
     flow: str
@@ -81,7 +87,8 @@ class DecodeResult:
 
 
 class Clock:
-    """Seconds of each stage; an indexer that runs inside attention, as vLLM's does, is no part of it."""
+    """Seconds of each stage; an indexer that runs inside attention, as vLLM's does, is no part of
+    it."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(STAGES, 0.0)
@@ -110,7 +117,8 @@ class Native:
     name = "native"
 
     def __init__(
-        self, folder: Path, flows: list[str], context: int, batch: int, block: int, place: tuple[str, str], *,
+        self, folder: Path, flows: list[str], context: int, batch: int, block: int,
+        place: tuple[str, str], *,
         graphs: bool,
     ) -> None:  # fmt: skip
         pages, (dtype, device) = batch * (-(-context // block) + 1), place
@@ -124,7 +132,8 @@ class Native:
 
 
 class Attention:
-    """vLLM's implementation of one attention layer, watched, and without what prompts would take."""
+    """vLLM's implementation of one attention layer, watched, and without what prompts would
+    take."""
 
     def __init__(self, impl: Any) -> None:
         self._impl = impl
@@ -134,13 +143,16 @@ class Attention:
 
     @watched(ATTENTION)
     def forward(
-        self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any, *rest: Any,
+        self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any,
+        output: Any, *rest: Any,
         **named: Any,
     ) -> Any:  # fmt: skip
         """As in vLLM; zeros for a step that reads a prompt."""
         if attn_metadata is not None and attn_metadata.max_query_len > 1:
             return output.zero_()
-        return self._impl.forward(layer, query, key, value, kv_cache, attn_metadata, output, *rest, **named)
+        return self._impl.forward(
+            layer, query, key, value, kv_cache, attn_metadata, output, *rest, **named
+        )
 
     def under(self, program: Program | None) -> "Attention":
         """The same layer under a flow, with caches of its own."""
@@ -150,14 +162,16 @@ class Attention:
 
 
 class Vllm:
-    """vLLM with our backend, whose prompts skip attention: only steps that decode are of interest."""
+    """vLLM with our backend, whose prompts skip attention: only steps that decode are of
+    interest."""
 
     name = "vllm"
 
     graphs: Mapping[str, StepGraphs] = {}  # vLLM's own are not used
 
     def __init__(
-        self, folder: Path, flows: list[str], context: int, batch: int, block: int, place: tuple[str, str], *,
+        self, folder: Path, flows: list[str], context: int, batch: int, block: int,
+        place: tuple[str, str], *,
         graphs: bool,
     ) -> None:  # fmt: skip
         from vllm import LLM, SamplingParams
@@ -167,14 +181,21 @@ class Vllm:
 
         blocks = batch * (-(-(context + 4096) // block) + 1) + 1
         self.llm = LLM(
-            str(folder), dtype=place[0], enforce_eager=True, block_size=block, max_model_len=context + 4096,
-            num_gpu_blocks_override=blocks, kv_cache_memory_bytes=blocks * block * 8 * 128 * 2 * 4 * 4,
-            enable_prefix_caching=False, worker_cls=WORKER_CLASS, additional_config={FLOW: flows[0]},
+            str(folder), dtype=place[0], enforce_eager=True, block_size=block,
+            max_model_len=context + 4096,
+            num_gpu_blocks_override=blocks,
+            kv_cache_memory_bytes=blocks * block * 8 * 128 * 2 * 4 * 4,
+            enable_prefix_caching=False, worker_cls=WORKER_CLASS,
+            additional_config={FLOW: flows[0]},
         )  # fmt: skip
         self._engine = self.llm.llm_engine
         runner = self._engine.model_executor.driver_worker.worker.model_runner
         self._builder = runner.attn_groups[0][0].get_metadata_builder()
-        modules = [m for m in runner.get_model().modules() if isinstance(getattr(m, "impl", None), SparseImpl)]
+        modules = [
+            m
+            for m in runner.get_model().modules()
+            if isinstance(getattr(m, "impl", None), SparseImpl)
+        ]
         self._programs = {flow: self._program(flow, block) for flow in [DENSE, *flows]}
         self._layers = {  # by flow
             flow: [(module, Attention(module.impl).under(program)) for module in modules]
@@ -217,7 +238,9 @@ def measure(host: Any, context: int, batch: int, rounds: int) -> list[DecodeResu
                 host.sides[name]()
                 wait()
                 seconds += time.perf_counter() - start
-        ratio = statistics.median(dense / own for dense, own in zip(times[DENSE], column, strict=True))
+        ratio = statistics.median(
+            dense / own for dense, own in zip(times[DENSE], column, strict=True)
+        )
         own = clock.seconds[INDEXER] + clock.seconds[ATTENTION]
         dense = dense or own  # the first side
         shares = {stage: found / seconds for stage, found in clock.seconds.items()}
@@ -225,7 +248,16 @@ def measure(host: Any, context: int, batch: int, rounds: int) -> list[DecodeResu
         replayed = 0 if steps is None else steps.counts["replayed"]
         rows.append(
             DecodeResult(
-                host.name, name, context, batch, 1e3 * step, batch / step, ratio, dense / own, shares, replayed
+                host.name,
+                name,
+                context,
+                batch,
+                1e3 * step,
+                batch / step,
+                ratio,
+                dense / own,
+                shares,
+                replayed,
             )
         )
     return rows
@@ -239,10 +271,14 @@ def main(
     flows: Annotated[str, typer.Option(help="By semicolons.")] = FLOWS,
     attention: Annotated[str, typer.Option(help="gqa, or natively mla")] = "gqa",
     layers: int = 2,
-    block: Annotated[int, typer.Option(help="Tokens of a page: 16, 32 or 64; vLLM on CPU has no 16.")] = 16,
+    block: Annotated[
+        int, typer.Option(help="Tokens of a page: 16, 32 or 64; vLLM on CPU has no 16.")
+    ] = 16,
     dtype: Annotated[str, typer.Option(help=" | ".join(DTYPES))] = "float32",
     device: str = "cpu",
-    graphs: Annotated[bool, typer.Option("--graphs", help="Measure CUDA graphs, too; natively.")] = False,
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="Measure CUDA graphs, too; natively.")
+    ] = False,
     rounds: int = 7,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -277,10 +313,13 @@ def main(
                 continue
             if host == "vllm":
                 block = max(block, 32)
-            loaded = made[host](Path(folder), sides, context, batch, block, (dtype, device), graphs=graphs)
+            loaded = made[host](
+                Path(folder), sides, context, batch, block, (dtype, device), graphs=graphs
+            )
             rows += measure(loaded, context, batch, rounds)
     configuration = {
-        "host": host, "attention": attention, "layers": layers, "block": block, "dtype": dtype, "device": device,
+        "host": host, "attention": attention, "layers": layers, "block": block, "dtype": dtype,
+        "device": device,
         "rounds": rounds, "threads": torch.get_num_threads(), "torch": torch.__version__,
         "left out, too large": left_out,
     }  # fmt: skip
@@ -298,7 +337,8 @@ def table_of(rows: list[DecodeResult]) -> Table:
     for row in rows:
         shares = [f"{row.shares[stage]:.0%}" for stage in STAGES]
         table.add_row(
-            row.flow, f"{row.context // 1024}K", str(row.batch), f"{row.step_ms:.2f}", f"{row.tokens_per_s:.0f}",
+            row.flow, f"{row.context // 1024}K", str(row.batch), f"{row.step_ms:.2f}",
+            f"{row.tokens_per_s:.0f}",
             f"{row.faster:.2f}x", f"{row.attention_faster:.1f}x", *shares,
         )  # fmt: skip
     return table

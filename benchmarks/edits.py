@@ -1,4 +1,5 @@
-"""Texts of the testbed, and copies of them edited so that it is known which tokens are still the same."""
+"""Texts of the testbed, and copies of them edited so that it is known which tokens are still the
+same."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -23,12 +24,15 @@ class Edited:
 
 
 def texts(seed: int, count: int, num_tokens: int) -> list[np.ndarray]:
-    """Documents of the testbed: facts among filler, all of the same few words; int32 [num_tokens] each."""
+    """Documents of the testbed: facts among filler, all of the same few words; int32 [num_tokens]
+    each."""
     tokenizer, number = _tokenizer(), 0
     found: list[np.ndarray] = []
     while len(found) < count:
         rng = Random(f"{seed} {number}")
-        written = make_documents(rng, Facts(needle=8, variable=12), orders=[tuple(range(4))], num_tokens=6 * num_tokens)
+        written = make_documents(
+            rng, Facts(needle=8, variable=12), orders=[tuple(range(4))], num_tokens=6 * num_tokens
+        )
         encoded = (tokenizer.encode(text, add_special_tokens=False) for text in written)
         found += [np.array(ids[:num_tokens], np.int32) for ids in encoded if len(ids) >= num_tokens]
         number += 1
@@ -36,7 +40,8 @@ def texts(seed: int, count: int, num_tokens: int) -> list[np.ndarray]:
 
 
 def edit(tokens: np.ndarray, rate: float, kind: str, seed: int) -> Edited:
-    """A copy with a share of its tokens replaced, deleted, or followed by another, or moved in pieces of 32."""
+    """A copy with a share of its tokens replaced, deleted, or followed by another, or moved in
+    pieces of 32."""
     rng, size = np.random.default_rng(seed), len(tokens)
     origin = np.arange(size)
     if kind == "move":

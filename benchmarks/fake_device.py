@@ -1,16 +1,18 @@
-"""A CUDA device that is not there: tensors that say `cuda:0`, hold their numbers on the CPU, and are counted.
+"""A CUDA device that is not there: tensors that say `cuda:0`, hold their numbers on the CPU, and
+are counted.
 
-Code for CUDA runs unchanged on it, with the numbers of the CPU, and mixing devices raises as CUDA does. It counts what
-a host asks of a device: launches, copies, and what makes it wait. It knows no time, and no driver.
+Code for CUDA runs unchanged on it, with the numbers of the CPU, and mixing devices raises as CUDA
+does. It counts what a host asks of a device: launches, copies, and what makes it wait. It knows no
+time, and no driver.
 
     with FakeDevice() as device:
         engine = Engine(model, device="cuda", enforce_eager=True)
         with device.counting() as operations:
             engine.generate(requests)
 
-Triton kernels are counted, and give the numbers of the CPU's kernels. `FakeDevice(interprets=True)` runs them as they
-are, in Triton's interpreter: slowly, with their own numbers, and in CUDA graphs, too (`fake_graphs`).
-"""
+Triton kernels are counted, and give the numbers of the CPU's kernels. `FakeDevice(interprets=True)`
+runs them as they are, in Triton's interpreter: slowly, with their own numbers, and in CUDA graphs,
+too (`fake_graphs`)."""
 
 import os
 import sys
@@ -31,7 +33,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported: generated kernels run there
+    # read when Triton is first imported: generated kernels run there
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import kvgraft
 from fake_graphs import FakeGraph
@@ -45,7 +48,17 @@ from kvgraft.kernels.reference import align as torch_align
 from kvgraft.kernels.reference import changes as torch_changes
 from kvgraft.kernels.reference import rows as torch_rows
 from kvgraft.kernels.reference import topk as torch_topk
-from kvgraft.kernels.triton import align, attention, changes, generated, mass, rows, sparse, topk, workload
+from kvgraft.kernels.triton import (
+    align,
+    attention,
+    changes,
+    generated,
+    mass,
+    rows,
+    sparse,
+    topk,
+    workload,
+)
 from kvgraft.kernels.workload import Lengths
 from kvgraft.prefill.stages import StageTimes
 
@@ -67,14 +80,19 @@ LAUNCHED = {
 _GENERATED = generated._kernel
 VIEWS = frozenset(
     (
-        "view", "slice", "select", "unsqueeze", "squeeze", "expand", "t", "transpose", "permute", "split",
-        "split_with_sizes", "unbind", "alias", "as_strided", "detach", "_unsafe_view", "diagonal", "unfold", "chunk",
-        "narrow", "view_as", "expand_as", "_reshape_alias", "lift_fresh", "movedim", "swapaxes", "squeeze_",
+        "view", "slice", "select", "unsqueeze", "squeeze", "expand", "t", "transpose", "permute",
+        "split",
+        "split_with_sizes", "unbind", "alias", "as_strided", "detach", "_unsafe_view", "diagonal",
+        "unfold", "chunk",
+        "narrow", "view_as", "expand_as", "_reshape_alias", "lift_fresh", "movedim", "swapaxes",
+        "squeeze_",
         "unsqueeze_", "unflatten", "flatten_", "numpy_T", "T", "mT",
     )
 )  # fmt: skip
 _ALLOCATIONS = frozenset(("empty", "empty_strided", "new_empty", "empty_like", "new_empty_strided"))
-_ONE_LAUNCH = frozenset(("rms_norm", "linear", "scaled_dot_product_attention", "embedding", "silu", "silu_"))
+_ONE_LAUNCH = frozenset(
+    ("rms_norm", "linear", "scaled_dot_product_attention", "embedding", "silu", "silu_")
+)
 _READS_BACK = frozenset(("_local_scalar_dense", "item", "is_nonzero", "equal"))
 _SIZED_BY_VALUES = frozenset(
     (
@@ -93,7 +111,8 @@ class Kind(StrEnum):
     LAUNCH = "launches"
     WAIT = "waits"  # for the device: values that the host reads, sizes that depend on values
     UPLOAD = "uploads"  # from pinned memory
-    WAITING_UPLOAD = "uploads that wait"  # from memory that is not pinned, which may wait for the stream
+    # from memory that is not pinned, which may wait for the stream
+    WAITING_UPLOAD = "uploads that wait"
     EVENT = "events"
     ALLOCATION = "allocations"
     VIEW = "views"
@@ -105,7 +124,8 @@ class Operation:
     """One operation.
 
     Attributes:
-        nbytes: of its tensors, if it is on the device; where it indexes one, of the rows that it reads or writes.
+        nbytes: of its tensors, if it is on the device; where it indexes one, of the rows that it
+            reads or writes.
         functions: of KVGraft, that it was called from, the innermost first.
     """
 
@@ -128,7 +148,8 @@ class FakeTensor(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> "FakeTensor":
         made: FakeTensor = torch.Tensor._make_wrapper_subclass(
-            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
+            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(),
+            dtype=held.dtype,
             device=torch.device("meta"), requires_grad=False,
         )  # fmt: skip
         made.held = held
@@ -151,7 +172,8 @@ class FakeTensor(Tensor):
         return Tensor.__getitem__(self, torch.tensor(index) if isinstance(index, list) else index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        index = torch.tensor(index) if isinstance(index, list) else index  # PyTorch would make it on `meta`
+        # PyTorch would make it on `meta`
+        index = torch.tensor(index) if isinstance(index, list) else index
         if isinstance(value, bool | int | float):
             value = FakeTensor(torch.full((), value, dtype=self.dtype))
         Tensor.__setitem__(self, index, value)
@@ -207,21 +229,34 @@ class FakeDevice(TorchDispatchMode):
             self._operations = None
 
     def count(self, kind: Kind, name: str, nbytes: int = 0) -> None:
-        """Record an operation, if one is counting; RuntimeError for what may not be captured in a graph."""
+        """Record an operation, if one is counting; RuntimeError for what may not be captured in a
+        graph."""
         if self._graph is not None and kind in (Kind.WAIT, Kind.UPLOAD, Kind.WAITING_UPLOAD):
             raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
         if self._operations is not None:
             self._operations.append(Operation(kind, name, nbytes, _functions()))
 
     def launch(
-        self, name: str, kernel: Callable[..., Any], *args: Any, nbytes: int | None = None, **kwargs: Any
+        self,
+        name: str,
+        kernel: Callable[..., Any],
+        *args: Any,
+        nbytes: int | None = None,
+        **kwargs: Any,
     ) -> Any:
-        """Count one launch, and run what gives its numbers on the CPU; RuntimeError for a tensor that is there. Unless
-        it is said what the kernel reads and writes, that is all that it is given."""
+        """Count one launch, and run what gives its numbers on the CPU; RuntimeError for a tensor
+        that is there. Unless it is said what the kernel reads and writes, that is all that it is
+        given."""
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if strangers := [tensor.shape for tensor in given if not isinstance(tensor, FakeTensor)]:
-            raise RuntimeError(f"{name}: all tensors must be on cuda:0, and {strangers} are on the CPU")
-        self.count(Kind.LAUNCH, name, sum(_held(tensor).nbytes for tensor in given) if nbytes is None else nbytes)
+            raise RuntimeError(
+                f"{name}: all tensors must be on cuda:0, and {strangers} are on the CPU"
+            )
+        self.count(
+            Kind.LAUNCH,
+            name,
+            sum(_held(tensor).nbytes for tensor in given) if nbytes is None else nbytes,
+        )
         return self._uncounted(kernel, *args, **kwargs)
 
     def _uncounted(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -237,22 +272,37 @@ class FakeDevice(TorchDispatchMode):
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """One operator, on tensors of either device."""
         name = func._schema.name.split("::")[1]
-        kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}  # there is no driver
+        # there is no driver
+        kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         on_device = [tensor for tensor in given if isinstance(tensor, FakeTensor)]
-        to_device = any(_is_cuda(value) for value in (kwargs.get("device"), *args) if value is not None)
+        to_device = any(
+            _is_cuda(value) for value in (kwargs.get("device"), *args) if value is not None
+        )
         if name == "to":
             return self._to(func, args, kwargs)
-        if name not in _ONE_LAUNCH | VIEWS and not to_device and func.namespace == "aten" and func._can_decompose():
+        if (
+            name not in _ONE_LAUNCH | VIEWS
+            and not to_device
+            and func.namespace == "aten"
+            and func._can_decompose()
+        ):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         if not on_device and not to_device:
-            kind = Kind.VIEW if name in VIEWS else Kind.ALLOCATION if name in _ALLOCATIONS else Kind.HOST
+            kind = (
+                Kind.VIEW
+                if name in VIEWS
+                else Kind.ALLOCATION
+                if name in _ALLOCATIONS
+                else Kind.HOST
+            )
             self.count(kind, name)
             return func(*args, **kwargs)
-        if name == "_flash_attention_forward":  # the CPU has none: its numbers are the caller's to replace
+        # the CPU has none: its numbers are the caller's to replace
+        if name == "_flash_attention_forward":
             self.count(Kind.LAUNCH, name, sum(_held(tensor).nbytes for tensor in given))
             return (FakeTensor(torch.empty_like(_held(args[0]))),)
         if name == "copy_":
@@ -265,26 +315,50 @@ class FakeDevice(TorchDispatchMode):
         return self._on_device(func, name, args, kwargs, given, on_device)
 
     def _on_device(
-        self, func: Any, name: str, args: Any, kwargs: dict[str, Any], given: Sequence[Tensor], on_device: Sequence[Any]
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: dict[str, Any],
+        given: Sequence[Tensor],
+        on_device: Sequence[Any],
     ) -> Any:
         if name in _INDEXING:
             self._check_indices(name, *args[:2])
-        elif strangers := [t.shape for t in given if on_device and not isinstance(t, FakeTensor) and t.dim()]:
-            raise RuntimeError(f"{func}: all tensors must be on cuda:0, and {strangers} are on the CPU")
-        if name in _SIZED_BY_VALUES or (name == "repeat_interleave" and not kwargs.get("output_size")):
+        elif strangers := [
+            t.shape for t in given if on_device and not isinstance(t, FakeTensor) and t.dim()
+        ]:
+            raise RuntimeError(
+                f"{func}: all tensors must be on cuda:0, and {strangers} are on the CPU"
+            )
+        if name in _SIZED_BY_VALUES or (
+            name == "repeat_interleave" and not kwargs.get("output_size")
+        ):
             self.count(Kind.WAIT, name, 8)
-        kind = Kind.VIEW if name in VIEWS else Kind.ALLOCATION if name in _ALLOCATIONS else Kind.LAUNCH
+        kind = (
+            Kind.VIEW if name in VIEWS else Kind.ALLOCATION if name in _ALLOCATIONS else Kind.LAUNCH
+        )
         held_args, held_kwargs = tree_map(_held, args), tree_map(_held, kwargs)
-        held_args = tree_map(lambda value: torch.device("cpu") if _is_cuda(value) else value, held_args)
+        held_args = tree_map(
+            lambda value: torch.device("cpu") if _is_cuda(value) else value, held_args
+        )
         if _is_cuda(kwargs.get("device")):
             held_kwargs["device"] = "cpu"
         target = self._written(func, args, kwargs)
-        result = self._result(kind, name, partial(func, *held_args, **held_kwargs), (held_args, held_kwargs), target)
-        indexed = (result if name in _READS_ROWS else given[-1], *given[1:]) if name in _OF_ROWS else given
+        result = self._result(
+            kind, name, partial(func, *held_args, **held_kwargs), (held_args, held_kwargs), target
+        )
+        indexed = (
+            (result if name in _READS_ROWS else given[-1], *given[1:])
+            if name in _OF_ROWS
+            else given
+        )
         self.count(kind, name, sum(_held(tensor).nbytes for tensor in indexed))
         return tree_map(_on_cuda, result) if target is None else target
 
-    def _result(self, kind: Kind, name: str, run: Callable[[], Any], given: Any, target: FakeTensor | None) -> Any:
+    def _result(
+        self, kind: Kind, name: str, run: Callable[[], Any], given: Any, target: FakeTensor | None
+    ) -> Any:
         """What an operator gives, on the CPU; its target, if it has one."""
         if self._graph is None or kind is Kind.VIEW:
             return run()
@@ -301,7 +375,11 @@ class FakeDevice(TorchDispatchMode):
             func._schema.arguments, [*args, *[None] * len(func._schema.arguments)], strict=False
         ):
             target = kwargs.get(argument.name, value)
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(target, FakeTensor):
+            if (
+                argument.alias_info is not None
+                and argument.alias_info.is_write
+                and isinstance(target, FakeTensor)
+            ):
                 return target
         return None
 
@@ -311,7 +389,11 @@ class FakeDevice(TorchDispatchMode):
                 continue
             if not isinstance(indexed, FakeTensor) and isinstance(index, FakeTensor):
                 raise RuntimeError(f"{name}: a CPU tensor is indexed by one on cuda:0")
-            if isinstance(indexed, FakeTensor) and not isinstance(index, FakeTensor) and index.dim():
+            if (
+                isinstance(indexed, FakeTensor)
+                and not isinstance(index, FakeTensor)
+                and index.dim()
+            ):
                 self.count(Kind.WAITING_UPLOAD, f"{name} by a CPU tensor", index.nbytes)
             if isinstance(index, FakeTensor) and index.dtype in (torch.bool, torch.uint8):
                 self.count(Kind.WAIT, f"{name} by a mask", 8)
@@ -323,16 +405,25 @@ class FakeDevice(TorchDispatchMode):
             other = given.pop("other")
             given |= {"device": other.device, "dtype": other.dtype}
         device = torch.device(given.get("device") or source.device)
-        device, dtype = CUDA if device.type == "cuda" else device, given.get("dtype") or source.dtype
+        device, dtype = (
+            CUDA if device.type == "cuda" else device,
+            given.get("dtype") or source.dtype,
+        )
         if device == source.device and dtype == source.dtype and not given.get("copy"):
             return source
-        return self._moved(source, device=device, dtype=dtype, non_blocking=bool(given.get("non_blocking")))
+        return self._moved(
+            source, device=device, dtype=dtype, non_blocking=bool(given.get("non_blocking"))
+        )
 
-    def _moved(self, source: Tensor, *, device: Any = None, non_blocking: bool = False, **form: Any) -> Tensor:
+    def _moved(
+        self, source: Tensor, *, device: Any = None, non_blocking: bool = False, **form: Any
+    ) -> Tensor:
         to_device = isinstance(source, FakeTensor) if device is None else _is_cuda(device)
         run = partial(torch.ops.aten._to_copy, _held(source), **form)
         there = to_device and isinstance(source, FakeTensor)
-        moved: Tensor = self._result(Kind.LAUNCH, "copy", run, (_held(source), form), None) if there else run()
+        moved: Tensor = (
+            self._result(Kind.LAUNCH, "copy", run, (_held(source), form), None) if there else run()
+        )
         self._count_move(source, to_device, non_blocking, moved.nbytes)
         return FakeTensor(moved) if to_device else moved
 
@@ -358,7 +449,8 @@ class FakeDevice(TorchDispatchMode):
             self.count(Kind.HOST, "copy")
 
     def _patch(self) -> None:
-        """Make KVGraft believe in the device, and count its kernels: their numbers are those of the CPU's kernels."""
+        """Make KVGraft believe in the device, and count its kernels: their numbers are those of the
+        CPU's kernels."""
         made, event = torch.tensor, self._event
 
         def tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
@@ -376,7 +468,11 @@ class FakeDevice(TorchDispatchMode):
             (torch.cuda, "get_device_capability", lambda *_: CAPABILITY),
             (torch.backends.cuda, "is_flash_attention_available", lambda: True),
             (attention, "takes_runs", lambda device: True),
-            (torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=PROCESSORS)),
+            (
+                torch.cuda,
+                "get_device_properties",
+                lambda *_: SimpleNamespace(multi_processor_count=PROCESSORS),
+            ),
             (decoder, "check_device", lambda name: None),
             (StageTimes, "_event", lambda times: event()),
         ]
@@ -385,7 +481,9 @@ class FakeDevice(TorchDispatchMode):
             for module, names in LAUNCHED.items()
             for name in names
         ]
-        replaced.append((generated, "_kernel", lambda text, name: self._launcher(name, _GENERATED(text, name))))
+        replaced.append(
+            (generated, "_kernel", lambda text, name: self._launcher(name, _GENERATED(text, name)))
+        )
         if self._interprets:
             replaced += [
                 (attention, "_has_flash", lambda device: False),  # whose numbers are nobody's
@@ -412,14 +510,20 @@ class FakeDevice(TorchDispatchMode):
         def launch(grid: Any, *args: Any, **kwargs: Any) -> None:
             known, tensors = self._row_bytes, [value for value in args if isinstance(value, Tensor)]
             known = _bytes_of_tiles(*args) if name == "_segpaged" else known
-            self.count(Kind.LAUNCH, name, sum(_held(value).nbytes for value in tensors) if known is None else known)
+            self.count(
+                Kind.LAUNCH,
+                name,
+                sum(_held(value).nbytes for value in tensors) if known is None else known,
+            )
             if not self._interprets:
                 return
             held = tree_map(_held, args)
             if self._graph is None:
                 self._uncounted(kernel[grid], *held, **kwargs)
             else:
-                self._graph.write(name, partial(kernel[grid], *held, **kwargs), (grid, held, kwargs))
+                self._graph.write(
+                    name, partial(kernel[grid], *held, **kwargs), (grid, held, kwargs)
+                )
 
         return type("Launcher", (), {"__getitem__": lambda kernel, grid: partial(launch, grid)})()
 
@@ -436,7 +540,9 @@ class FakeDevice(TorchDispatchMode):
         self.count(Kind.LAUNCH, "graph")
         self._uncounted(compute)
 
-    def _kernel(self, real: Callable[..., Any], name: str, device_type: str, implementation: Any = None) -> Any:
+    def _kernel(
+        self, real: Callable[..., Any], name: str, device_type: str, implementation: Any = None
+    ) -> Any:
         counted = real(name, device_type, implementation)
         on_cpu: dict[str, Callable[..., Any]] = {
             "add_norm": torch_rows.add_norm,
@@ -464,24 +570,33 @@ class FakeDevice(TorchDispatchMode):
             self._row_bytes = _bytes_of_rows(name, args)
             counted(*args)
             self._row_bytes = None
-            held = [self._held_layout(arg) if isinstance(arg, AttentionLayout) else arg for arg in args]
+            held = [
+                self._held_layout(arg) if isinstance(arg, AttentionLayout) else arg for arg in args
+            ]
             return self._uncounted(on_cpu[name], *held)
 
         return both
 
     def _held_layout(self, layout: AttentionLayout) -> AttentionLayout:
-        """One whose slots are on the CPU; the latest is kept, since it keeps what it has worked out."""
+        """One whose slots are on the CPU; the latest is kept, since it keeps what it has worked
+        out."""
         if not layout.contexts:
-            raise RuntimeError("kernels of the CPU read what the host knows: use FakeDevice(interprets=True)")
+            raise RuntimeError(
+                "kernels of the CPU read what the host knows: use FakeDevice(interprets=True)"
+            )
         known, held = self._layouts.get(id(layout), (None, None))
         if known is not layout or held is None:
-            contexts = tuple(Context(context.positions, _held(context.slots)) for context in layout.contexts)
+            contexts = tuple(
+                Context(context.positions, _held(context.slots)) for context in layout.contexts
+            )
             held = AttentionLayout(contexts, layout.sinks, layout.window)
             self._layouts = {id(layout): (layout, held)}
         return held
 
 
-def _interpreted(text: str, name: str, tensors: Any, blocks: tuple[Tensor, Lengths], tile: int, heads: int) -> None:
+def _interpreted(
+    text: str, name: str, tensors: Any, blocks: tuple[Tensor, Lengths], tile: int, heads: int
+) -> None:
     """A generated kernel on what tensors hold, in Triton's interpreter."""
     table, counts = blocks[0], _held(blocks[1].counts)
     with patch.object(generated, "_kernel", _GENERATED):
@@ -500,12 +615,16 @@ def _held(value: Any) -> Any:
 
 
 def _on_cuda(value: Any) -> Any:
-    return FakeTensor(value) if isinstance(value, Tensor) and not isinstance(value, FakeTensor) else value
+    return (
+        FakeTensor(value)
+        if isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+        else value
+    )
 
 
 def _bytes_of_rows(name: str, args: Sequence[Any]) -> int | None:
-    """Of a kernel that copies or compares rows of pools, those that it reads and writes, and all else that it is given;
-    None for other kernels."""
+    """Of a kernel that copies or compares rows of pools, those that it reads and writes, and all
+    else that it is given; None for other kernels."""
     match name, args:
         case "align_paged", (caches, slots, *rest):
             row = len(caches) * caches[0].shape[1] * _row_bytes(caches[0])
@@ -520,7 +639,8 @@ def _bytes_of_rows(name: str, args: Sequence[Any]) -> int | None:
 
 
 def _bytes_of_tiles(*given: Any) -> int:
-    """Of keys and values that `_segpaged` reads: all that a tile of queries sees, once for each head that sees all."""
+    """Of keys and values that `_segpaged` reads: all that a tile of queries sees, once for each
+    head that sees all."""
     _, keys, _, _, _, *rest = given
     tiles, positions, _, places = (_held(value).numpy() for value in rest[:4])
     _, first, count, is_run, _ = tiles.T

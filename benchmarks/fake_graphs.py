@@ -1,9 +1,9 @@
 """CUDA graphs of a device that is not there (`fake_device`).
 
-While a graph is captured, launches are recorded and nothing is computed; a replay computes them on the CPU, with what
-the same tensors hold then, and with the numbers that were their arguments when they were captured. Memory that the
-graph made for itself is filled with NaN before each replay, so that nothing outlives one.
-"""
+While a graph is captured, launches are recorded and nothing is computed; a replay computes them on
+the CPU, with what the same tensors hold then, and with the numbers that were their arguments when
+they were captured. Memory that the graph made for itself is filled with NaN before each replay, so
+that nothing outlives one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,15 +79,24 @@ class FakeGraph:
 
     @property
     def signature(self) -> list[tuple[str, tuple[Any, ...]]]:
-        """All launches with all of their arguments: numbers, and of tensors their form and where they lie, which of
-        memory that the graph made is its number."""
-        made = {tensor.untyped_storage().data_ptr(): number for number, tensor in enumerate(self.memory)}
-        return [(one.name, tuple(_described(leaf, made) for leaf in tree_leaves(one.given))) for one in self.launches]
+        """All launches with all of their arguments: numbers, and of tensors their form and where
+        they lie, which of memory that the graph made is its number."""
+        made = {
+            tensor.untyped_storage().data_ptr(): number for number, tensor in enumerate(self.memory)
+        }
+        return [
+            (one.name, tuple(_described(leaf, made) for leaf in tree_leaves(one.given)))
+            for one in self.launches
+        ]
 
 
 def _described(leaf: Any, made: dict[int, int]) -> Any:
     if not isinstance(leaf, Tensor):
-        return leaf if isinstance(leaf, int | float | str | torch.dtype | None) else type(leaf).__name__
+        return (
+            leaf
+            if isinstance(leaf, int | float | str | torch.dtype | None)
+            else type(leaf).__name__
+        )
     begin = leaf.untyped_storage().data_ptr()
     place = f"made {made[begin]}" if begin in made else f"at {begin:x}"
     return place, leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.storage_offset()

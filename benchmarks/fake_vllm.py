@@ -1,11 +1,11 @@
 """vLLM's host of a recovery without an engine, on the CPU or on a device that is not there.
 
-The model, its decoder layers, their attention layers and forward contexts are vLLM's own, and so is all code of KVGraft
-from `RecoveryBatch` down. Three things are stand-ins, each one launch as its kernel on CUDA: norms, rotary embedding,
-activation and matrices run on the CPU; the attention backend, which on CUDA has the name of one of vLLM's, writes keys
-and values to rows of numbers, as FlashAttention's cache has them, and attends in plain torch; the metadata builder
-returns what it is given.
-"""
+The model, its decoder layers, their attention layers and forward contexts are vLLM's own, and so is
+all code of KVGraft from `RecoveryBatch` down. Three things are stand-ins, each one launch as its
+kernel on CUDA: norms, rotary embedding, activation and matrices run on the CPU; the attention
+backend, which on CUDA has the name of one of vLLM's, writes keys and values to rows of numbers, as
+FlashAttention's cache has them, and attends in plain torch; the metadata builder returns what it is
+given."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -53,10 +53,17 @@ from kvgraft.vllm.recovery import Job, RecoveryBatch, RecoveryResult
 
 BLOCK = 16
 FLASH_ROWS = 128  # queries of a run and a KV head that read keys and values together
-SETTINGS = {"max_model_len": 4096, "max_num_batched_tokens": 8192, "block_size": BLOCK, "num_gpu_blocks_override": 512}
+SETTINGS = {
+    "max_model_len": 4096,
+    "max_num_batched_tokens": 8192,
+    "block_size": BLOCK,
+    "num_gpu_blocks_override": 512,
+}
 
 
-def launched(name: str, run: Callable[..., Any], *given: Any, nbytes: int | None = None, **named: Any) -> Any:
+def launched(
+    name: str, run: Callable[..., Any], *given: Any, nbytes: int | None = None, **named: Any
+) -> Any:
     """Run one kernel: as one launch while there is a device."""
     if FakeDevice.is_entered():
         return FakeDevice.current.launch(name, run, *given, nbytes=nbytes, **named)
@@ -83,17 +90,21 @@ class OperationCount(TorchDispatchMode):
 
 
 class RowAttention:
-    """A stand-in for an attention backend on CUDA, whose cache is [blocks, Hkv, N, 2 d]: keys, and values beside."""
+    """A stand-in for an attention backend on CUDA, whose cache is [blocks, Hkv, N, 2 d]: keys, and
+    values beside."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
-    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor
+    ) -> None:
         """Write keys and values [n, Hkv, d] to slots int64 [n]."""
         launched("reshape_and_cache", _write, key, value, cache, slots)
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, metadata: Any, output: Tensor,
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, metadata: Any,
+        output: Tensor,
         **named: Any,
     ) -> Tensor:  # fmt: skip
         """Attend causally, queries and output [n, Hq, d]."""
@@ -112,12 +123,21 @@ def _write(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 
 def _attend(
-    scale: float, query: Tensor, cache: Tensor, starts: Tensor, lengths: Tensor, blocks: Tensor, output: Tensor
+    scale: float,
+    query: Tensor,
+    cache: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    blocks: Tensor,
+    output: Tensor,
 ) -> Tensor:
     attend = torch.nn.functional.scaled_dot_product_attention
-    for run, (first, stop) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+    for run, (first, stop) in enumerate(
+        zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+    ):
         seen = int(lengths[run])
-        rows = cache[blocks[run, : -(-seen // BLOCK)].long()].transpose(1, 2).flatten(0, 1)[:seen]  # [t, Hkv, 2 d]
+        # [t, Hkv, 2 d]
+        rows = cache[blocks[run, : -(-seen // BLOCK)].long()].transpose(1, 2).flatten(0, 1)[:seen]
         keys, values = rows.transpose(0, 1).chunk(2, -1)
         visible = torch.ones(stop - first, seen, dtype=torch.bool).tril(seen - (stop - first))
         asking = query[first:stop].transpose(0, 1)
@@ -149,8 +169,13 @@ class LoadedModel:
     @classmethod
     def of(cls, folder: Path, **settings: Any) -> "LoadedModel":
         """Load the model of a folder in bfloat16, with these settings of vLLM."""
-        given = EngineArgs(model=str(folder), dtype="bfloat16", **SETTINGS | {"enforce_eager": True} | settings)
-        with set_current_vllm_config(config := given.create_engine_config()), torch.inference_mode():
+        given = EngineArgs(
+            model=str(folder), dtype="bfloat16", **SETTINGS | {"enforce_eager": True} | settings
+        )
+        with (
+            set_current_vllm_config(config := given.create_engine_config()),
+            torch.inference_mode(),
+        ):
             if not model_parallel_is_initialized():
                 init_distributed_environment(1, 0, f"file://{mkdtemp()}/store", 0, "gloo")
                 ensure_model_parallel_initialized(1, 1)
@@ -162,36 +187,49 @@ class LoadedModel:
         return cls(config, model)
 
     @torch.inference_mode()
-    def host(self, device: str, backend: str = "FLASH_ATTN", build: Callable[[Any], Any] = _as_given) -> ModelHost:
-        """Return its host, whose cache is on the CPU or on "cuda", with an attention backend of this name and what
-        builds its metadata."""
+    def host(
+        self, device: str, backend: str = "FLASH_ATTN", build: Callable[[Any], Any] = _as_given
+    ) -> ModelHost:
+        """Return its host, whose cache is on the CPU or on "cuda", with an attention backend of
+        this name and what builds its metadata."""
         attentions = self.config.compilation_config.static_forward_context
         for attention in attentions.values():
             attention.impl = RowAttention(attention.impl.scale)
-            attention.attn_backend = SimpleNamespace(get_name=lambda: backend, forward_includes_kv_cache_update=False)
+            attention.attn_backend = SimpleNamespace(
+                get_name=lambda: backend, forward_includes_kv_cache_update=False
+            )
             attention.use_direct_call = True
             blocks = self.config.cache_config.num_gpu_blocks
             shape = blocks, attention.num_kv_heads, BLOCK, 2 * attention.head_size
             attention.kv_cache = torch.zeros(shape, dtype=torch.bfloat16, device=device)
         spec = next(iter(attentions.values())).get_kv_cache_spec(self.config)
-        builder = SimpleNamespace(kv_cache_spec=spec, build=lambda _, common, fast_build: build(common))
+        builder = SimpleNamespace(
+            kv_cache_spec=spec, build=lambda _, common, fast_build: build(common)
+        )
         group = SimpleNamespace(layer_names=list(attentions), get_metadata_builder=lambda: builder)
         cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
         runner = SimpleNamespace(
-            vllm_config=self.config, get_model=lambda: self.model, kv_cache_config=cache, attn_groups=[[group]],
+            vllm_config=self.config, get_model=lambda: self.model, kv_cache_config=cache,
+            attn_groups=[[group]],
             device=torch.device(device),
         )  # fmt: skip
         return ModelHost(runner)
 
 
 def _stand_in(module: Any) -> None:
-    """Make one launch of what is one kernel on CUDA. In a compiled server operators run natively until somebody has
-    them dispatched."""
+    """Make one launch of what is one kernel on CUDA. In a compiled server operators run natively
+    until somebody has them dispatched."""
     name = type(module).__name__
     if isinstance(module, RMSNorm | SiluAndMul | RotaryEmbeddingBase):
-        run = partial(_norm, module.forward_native) if isinstance(module, RMSNorm) else module.forward_native
+        run = (
+            partial(_norm, module.forward_native)
+            if isinstance(module, RMSNorm)
+            else module.forward_native
+        )
         is_native = _is_native(module)
-        module.forward_native, module.forward_cpu = (partial(form, name, run) for form in (operations, launched))
+        module.forward_native, module.forward_cpu = (
+            partial(form, name, run) for form in (operations, launched)
+        )
         module._forward_method = module.forward_native if is_native else module.forward_cpu
     elif isinstance(module, LinearBase | VocabParallelEmbedding):
         module.forward = partial(launched, name, module.forward)
@@ -204,7 +242,8 @@ def _is_native(operator: Any) -> bool:
 
 @contextmanager
 def process_groups() -> Iterator[None]:
-    """Those that models make when they are loaded, unless they are there: an engine of this process makes its own."""
+    """Those that models make when they are loaded, unless they are there: an engine of this process
+    makes its own."""
     was_initialised = model_parallel_is_initialized()
     yield
     if not was_initialised:
@@ -213,16 +252,26 @@ def process_groups() -> Iterator[None]:
 
 
 class Recoveries:
-    """One prompt of documents that were read before, recovered into the same blocks again and again.
+    """One prompt of documents that were read before, recovered into the same blocks again and
+    again.
 
     Args:
         read: what was read; documents: their places in it; prompt: in which they stand.
     """
 
-    def __init__(self, host: ModelHost, read: Sequence[int], documents: Sequence[range], prompt: Sequence[int]) -> None:
+    def __init__(
+        self,
+        host: ModelHost,
+        read: Sequence[int],
+        documents: Sequence[range],
+        prompt: Sequence[int],
+    ) -> None:
         self._host, self._prompt = host, prompt
         count = -(-len(read) // BLOCK)
-        self._source, self._table = np.arange(1, count + 1), np.arange(count + 1, count + 1 - -len(prompt) // BLOCK)
+        self._source, self._table = (
+            np.arange(1, count + 1),
+            np.arange(count + 1, count + 1 - -len(prompt) // BLOCK),
+        )
         self._matches = [self._match(read, document) for document in documents]
         self._recover(Full(), read, Plan.for_prompt(len(read), BLOCK), [self._source])
 
@@ -232,10 +281,13 @@ class Recoveries:
         self._host.clear(torch.from_numpy(self._table))
 
     def __call__(self, policy: Policy, copies: int = 1) -> RecoveryResult:
-        """Recover it under this policy, as the first of so many prompts, each in blocks of its own."""
+        """Recover it under this policy, as the first of so many prompts, each in blocks of its
+        own."""
         matches = self._matches if policy.uses_grafts else []
         plan = Plan.for_prompt(len(self._prompt), BLOCK, matches=matches)
-        return self._recover(policy, self._prompt, plan, [self._table_of(number) for number in range(copies)])
+        return self._recover(
+            policy, self._prompt, plan, [self._table_of(number) for number in range(copies)]
+        )
 
     def cached(self, number: int = 0) -> list[Tensor]:
         """By layer what the cache has of one of the prompts: [T, Hkv, 2 d]."""
@@ -248,7 +300,9 @@ class Recoveries:
 
     def _match(self, read: Sequence[int], document: range) -> Match:
         text, size = list(read[document.start : document.stop]), len(document)
-        start = next(at for at in range(len(self._prompt)) if list(self._prompt[at : at + size]) == text)
+        start = next(
+            at for at in range(len(self._prompt)) if list(self._prompt[at : at + size]) == text
+        )
         pages = self._source[document.start // BLOCK : -(-document.stop // BLOCK)]
         return Match(start, size, document.start, pages.astype(np.int32), 0, 0)
 

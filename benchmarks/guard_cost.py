@@ -1,8 +1,10 @@
-"""What the guard of quality costs: plain vLLM and ours with several shares of answers scored, under one load in turn.
+"""What the guard of quality costs: plain vLLM and ours with several shares of answers scored, under
+one load in turn.
 
-python benchmarks/guard_cost.py                              # as fast as they are served: throughput
+python benchmarks/guard_cost.py  # as fast as they are served: throughput
 python benchmarks/guard_cost.py --rate 2                     # Poisson arrivals: time to first token
-python benchmarks/guard_cost.py --share 0 --share 1 --requests 60    # all scored: what scoring one takes
+# all scored: what scoring one takes
+python benchmarks/guard_cost.py --share 0 --share 1 --requests 60
 python benchmarks/guard_cost.py --share 0 --share 0.05 --requests 400 --json
 """
 
@@ -61,13 +63,17 @@ class Turn:
 
 
 def main(
-    share: Annotated[list[float] | None, typer.Option(help="Of the answers, scored; repeatable: 0, .01, .05.")] = None,
+    share: Annotated[
+        list[float] | None, typer.Option(help="Of the answers, scored; repeatable: 0, .01, .05.")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Of a prompt.")] = 1024,
     reuse: Annotated[float, typer.Option(help="Share of a prompt that was read before.")] = 0.9,
     max_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 32,
     requests: Annotated[int, typer.Option(help="Of a round.")] = 100,
     rounds: Annotated[int, typer.Option(min=1, help="Each with every server.")] = 3,
-    rate: Annotated[float, typer.Option(help="Arrivals per second; 0: as fast as they are served.")] = 0.0,
+    rate: Annotated[
+        float, typer.Option(help="Arrivals per second; 0: as fast as they are served.")
+    ] = 0.0,
     concurrency: Annotated[int, typer.Option(help="Requests under way at most.")] = 4,
     layers: Annotated[int, typer.Option(help="Of the random model.")] = 4,
     seed: Annotated[int, typer.Option(help="Of texts and arrivals.")] = 0,
@@ -85,7 +91,9 @@ def main(
         turns: dict[str, list[Turn]] = {name: [] for name in servers}
         with progress_bar(errors, "requests") as on_progress:
             for number in range(-1, rounds):  # the first one warms up
-                asks = make_workload("rag", shape, requests if number >= 0 else 8, words, seed + number)
+                asks = make_workload(
+                    "rag", shape, requests if number >= 0 else 8, words, seed + number
+                )
                 times = arrivals(sum(ask.timed for ask in asks), rate, seed + number)
                 for name in _in_turn(list(servers), number):
                     turn = asyncio.run(_turn(servers[name], asks, times, concurrency))
@@ -96,13 +104,22 @@ def main(
             "rate": rate or f"{concurrency} at a time", "threads": THREADS,
         }  # fmt: skip
     if as_json:
-        print(json.dumps({"configuration": used, "turns": {n: [asdict(t) for t in them] for n, them in turns.items()}}))
+        print(
+            json.dumps(
+                {
+                    "configuration": used,
+                    "turns": {n: [asdict(t) for t in them] for n, them in turns.items()},
+                }
+            )
+        )
     else:
         Console().print(line_of_settings(used), table_of(turns), sep="\n")
 
 
 def _guard(share: float) -> list[str]:
-    return ["--kvgraft-guard", str(share), "--kvgraft-guard-tokens", str(UNLIMITED)] if share else []
+    return (
+        ["--kvgraft-guard", str(share), "--kvgraft-guard-tokens", str(UNLIMITED)] if share else []
+    )
 
 
 def _in_turn(names: list[str], number: int) -> list[str]:
@@ -111,7 +128,9 @@ def _in_turn(names: list[str], number: int) -> list[str]:
     return names[first:] + names[:first]
 
 
-async def _turn(server: Server, asks: Sequence[Any], times: Sequence[float], concurrency: int) -> Turn:
+async def _turn(
+    server: Server, asks: Sequence[Any], times: Sequence[float], concurrency: int
+) -> Turn:
     """A round of one server; RuntimeError if a request failed."""
     before = guard_figures(server)
     async with Client(server.api, extra={"ignore_eos": True}) as client:
@@ -135,17 +154,20 @@ def guard_figures(server: Server) -> dict[str, float]:
         for sample in family.samples:
             if not sample.name.startswith("kvgraft:guard_") or sample.name.endswith("_created"):
                 continue
-            name = sample.labels.get("outcome") or sample.name.removeprefix("kvgraft:guard_").removesuffix("_total")
+            name = sample.labels.get("outcome") or sample.name.removeprefix(
+                "kvgraft:guard_"
+            ).removesuffix("_total")
             if name in found:
                 found[name] += sample.value
     return found
 
 
 def table_of(turns: Mapping[str, Sequence[Turn]]) -> Table:
-    """A row for each server: medians over rounds, and medians of the ratios to the server without scoring (the first
-    one of ours), of equal requests."""
+    """A row for each server: medians over rounds, and medians of the ratios to the server without
+    scoring (the first one of ours), of equal requests."""
     table = markdown_table(
-        ["server", "requests/s", "TTFT median ms", "P99 ms", "worst gap ms", "ratios: requests/s", "P99", "scored",
+        ["server", "requests/s", "TTFT median ms", "P99 ms", "worst gap ms", "ratios: requests/s",
+        "P99", "scored",
          "tokens for that, of the prompts'", "time until all is scored, of plain's"],
         ("server",),
     )  # fmt: skip
@@ -156,17 +178,24 @@ def table_of(turns: Mapping[str, Sequence[Turn]]) -> Table:
             for of in (_rate, lambda s: 1e3 * s.ttft_s.median, _p99, lambda s: 1e3 * s.worst_gap_s)
         ]
         ratios = [
-            statistics.median(of(a.summary) / of(b.summary) for a, b in zip(them, unscored, strict=True))
+            statistics.median(
+                of(a.summary) / of(b.summary) for a, b in zip(them, unscored, strict=True)
+            )
             for of in (_rate, _p99)
         ]
         approximate, scored, tokens = (
-            sum(getattr(turn, what) for turn in them) for what in ("approximate", "scored", "tokens")
+            sum(getattr(turn, what) for turn in them)
+            for what in ("approximate", "scored", "tokens")
         )
         prompts = sum(turn.summary.prompt_tokens for turn in them)
-        time_taken = statistics.median(a.seconds / b.seconds for a, b in zip(them, plain, strict=True))
+        time_taken = statistics.median(
+            a.seconds / b.seconds for a, b in zip(them, plain, strict=True)
+        )
         table.add_row(
-            name, f"{middle[0]:.2f}", *(f"{value:.0f}" for value in middle[1:]), *(f"{ratio:.3f}" for ratio in ratios),
-            f"{scored:.0f} of {approximate:.0f}" if approximate else "-", f"{tokens / prompts:.2%}" if tokens else "-",
+            name, f"{middle[0]:.2f}", *(f"{value:.0f}" for value in middle[1:]),
+            *(f"{ratio:.3f}" for ratio in ratios),
+            f"{scored:.0f} of {approximate:.0f}" if approximate else "-",
+            f"{tokens / prompts:.2%}" if tokens else "-",
             f"{time_taken:.3f}",
         )  # fmt: skip
     return table

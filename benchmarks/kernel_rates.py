@@ -90,17 +90,30 @@ class Layer:
     """
 
     def __init__(
-        self, length: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        length: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._length, self._device = length, device
         random = torch.Generator().manual_seed(0)
         self._every = LayerHeads(tuple(range(kv_heads)), (0,) * kv_heads, (False,) * kv_heads)
         shape = kv_heads, 2 * length, head_dim
-        self._pools = torch.randn(shape, device=device).to(dtype), torch.randn(shape, device=device).to(dtype)
+        self._pools = (
+            torch.randn(shape, device=device).to(dtype),
+            torch.randn(shape, device=device).to(dtype),
+        )
         self._shape, self._scale, self._rope = (heads, head_dim), head_dim**-0.5, Rope(head_dim)
         slots = torch.randperm(2 * length, generator=random)
         self._slots, self._others = (part[None].to(device) for part in slots.split(length))
-        scattered = torch.randperm(length, generator=random)[: max(1, int(length * SCATTERED))].sort().values
+        scattered = (
+            torch.randperm(length, generator=random)[: max(1, int(length * SCATTERED))]
+            .sort()
+            .values
+        )
         new = torch.arange(length - max(1, int(length * NEW)), length)
         asking = torch.arange(length - max(1, int(length * ASKING)), length)
         token = 2 * kv_heads * head_dim * dtype.itemsize  # bytes of its keys and values
@@ -108,8 +121,16 @@ class Layer:
         self.kernels: dict[str, tuple[Callable[[], object], float | None, float | None]] = {
             "matrix product": (self._product(side, dtype), 2.0 * side**3, None),
             "copy": (self._copy(), None, 2.0 * token * length),
-            "attention of scattered rows": (self._attention(scattered, dtype), self._flops(scattered), None),
-            "attention of new text at the end": (self._attention(new, dtype), self._flops(new), None),
+            "attention of scattered rows": (
+                self._attention(scattered, dtype),
+                self._flops(scattered),
+                None,
+            ),
+            "attention of new text at the end": (
+                self._attention(new, dtype),
+                self._flops(new),
+                None,
+            ),
             "scores": (self._scores(asking, dtype), self._flops(asking), None),
             "copy that applies changes": (self._copy_changed(), None, 2.0 * token * length),
         }
@@ -119,7 +140,13 @@ class Layer:
         call, operations, nbytes = self.kernels[name]
         seconds = statistics.median([self._seconds(call) for _ in range(rounds + 1)][1:])
         tflops = None if operations is None else operations / seconds / 1e12
-        return Rate(name, self._length, 1e3 * seconds, tflops, None if nbytes is None else nbytes / seconds / 1e9)
+        return Rate(
+            name,
+            self._length,
+            1e3 * seconds,
+            tflops,
+            None if nbytes is None else nbytes / seconds / 1e9,
+        )
 
     def _seconds(self, call: Callable[[], object]) -> float:
         """On a device by its own clock: launches are not counted."""
@@ -146,7 +173,9 @@ class Layer:
 
     def _copy(self) -> Callable[[], object]:
         source, target = self._slots[0], self._others[0]
-        return lambda: [pool.index_copy_(1, target, pool.index_select(1, source)) for pool in self._pools]
+        return lambda: [
+            pool.index_copy_(1, target, pool.index_select(1, source)) for pool in self._pools
+        ]
 
     def _attention(self, positions: Tensor, dtype: torch.dtype) -> Callable[[], object]:
         layout = AttentionLayout.of([positions], [self._slots])
@@ -164,13 +193,20 @@ class Layer:
         places = torch.linspace(0, self._length - 1, num_anchors, device=self._device).long()
         count, turn = len(places), self._rope.table(torch.arange(self._length, device=self._device))
         anchor_turn = turn[0][places], turn[1][places]
-        nearby = torch.arange(count, device=self._device)[:, None] + torch.arange(AROUND, device=self._device)
+        nearby = torch.arange(count, device=self._device)[:, None] + torch.arange(
+            AROUND, device=self._device
+        )
         around = (
             (nearby - AROUND // 2).clamp(0, count - 1),
             torch.full((count, AROUND), 1 / AROUND, device=self._device),
         )
-        behind = torch.searchsorted(places, torch.arange(self._length, device=self._device)).clamp(1, count - 1)
-        sides, between = torch.stack((behind - 1, behind)), torch.full((self._length,), 0.5, device=self._device)
+        behind = torch.searchsorted(places, torch.arange(self._length, device=self._device)).clamp(
+            1, count - 1
+        )
+        sides, between = (
+            torch.stack((behind - 1, behind)),
+            torch.full((self._length,), 0.5, device=self._device),
+        )
 
         def call() -> None:
             new, old = (self._others[:, places], anchor_turn), (self._slots[:, places], anchor_turn)

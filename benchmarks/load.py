@@ -25,7 +25,8 @@ class Outcome:
     """What became of one request.
 
     Attributes:
-        start_s, first_s, end_s: `time.perf_counter` when it was sent, at its first token (None: no token), at its end.
+        start_s, first_s, end_s: `time.perf_counter` when it was sent, at its first token (None: no
+            token), at its end.
         gaps_s: seconds between consecutive tokens (stream chunks with text).
         cached_tokens: as the endpoint counts them in its usage.
         report: what KVGraft says of the prompt, if the endpoint is one.
@@ -69,8 +70,15 @@ class Client:
         chat: bool = False,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        self.url, self.model, self.chat, self.extra = url.rstrip("/"), model, chat, dict(extra or {})
-        self._api = AsyncOpenAI(base_url=self.url, api_key=api_key, max_retries=0, timeout=REQUEST_TIMEOUT_S)
+        self.url, self.model, self.chat, self.extra = (
+            url.rstrip("/"),
+            model,
+            chat,
+            dict(extra or {}),
+        )
+        self._api = AsyncOpenAI(
+            base_url=self.url, api_key=api_key, max_retries=0, timeout=REQUEST_TIMEOUT_S
+        )
 
     async def __aenter__(self) -> "Client":
         if self.model is None:
@@ -89,8 +97,12 @@ class Client:
     ) -> Outcome:
         """Stream one request; see `send`."""
         if self.chat:
-            messages = [{"role": m.role, "content": text_of(m.pieces, answers)} for m in ask.messages]
-            return await self.send(ask.kind, {"messages": messages}, ask.max_tokens, extra, on_token)
+            messages = [
+                {"role": m.role, "content": text_of(m.pieces, answers)} for m in ask.messages
+            ]
+            return await self.send(
+                ask.kind, {"messages": messages}, ask.max_tokens, extra, on_token
+            )
         prompt = text_of([piece for message in ask.messages for piece in message.pieces], answers)
         return await self.send(ask.kind, {"prompt": prompt}, ask.max_tokens, extra, on_token)
 
@@ -102,8 +114,8 @@ class Client:
         extra: Mapping[str, Any] | None = None,
         on_token: Callable[[float], object] = lambda _: None,
     ) -> Outcome:
-        """Stream one request, of `messages` to /chat/completions or of a `prompt` to /completions; an API error becomes
-        an Outcome that names it. `on_token` gets the time of each token."""
+        """Stream one request, of `messages` to /chat/completions or of a `prompt` to /completions;
+        an API error becomes an Outcome that names it. `on_token` gets the time of each token."""
         start = time.perf_counter()
         times: list[float] = []
         texts: list[str] = []
@@ -123,7 +135,9 @@ class Client:
         end = time.perf_counter()
         gaps = tuple(b - a for a, b in pairwise(times))
         first = times[0] if times else None
-        return Outcome(kind, start, first, end, gaps, *_usage(last), text="".join(texts), error=error)
+        return Outcome(
+            kind, start, first, end, gaps, *_usage(last), text="".join(texts), error=error
+        )
 
     async def _open(self, asked: Mapping[str, Any], max_tokens: int, extra: dict[str, Any]) -> Any:
         common: dict[str, Any] = {
@@ -134,7 +148,9 @@ class Client:
             "stream_options": {"include_usage": True},
             "extra_body": extra,
         }
-        completions: Any = self._api.chat.completions if "messages" in asked else self._api.completions
+        completions: Any = (
+            self._api.chat.completions if "messages" in asked else self._api.completions
+        )
         return await completions.create(**asked, **common)
 
 
@@ -145,8 +161,9 @@ async def drive(
     concurrency: int,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> list[Outcome]:
-    """Send the untimed requests one by one, then the timed ones: each when its time has come, the answers that it
-    holds are there, and fewer than `concurrency` are under way. Returns the outcomes of the timed ones, in order.
+    """Send the untimed requests one by one, then the timed ones: each when its time has come, the
+    answers that it holds are there, and fewer than `concurrency` are under way. Returns the
+    outcomes of the timed ones, in order.
 
     Raises:
         RuntimeError: an untimed request failed.
@@ -198,7 +215,9 @@ class Spread:
     def of(cls, values: Sequence[float]) -> "Spread":
         """The spread of these values."""
         return (
-            cls(*(float(q) for q in np.percentile(values, [50, 95, 99]))) if len(values) else cls(*[float("nan")] * 3)
+            cls(*(float(q) for q in np.percentile(values, [50, 95, 99])))
+            if len(values)
+            else cls(*[float("nan")] * 3)
         )
 
 
@@ -230,7 +249,9 @@ class Summary:
     def of(cls, outcomes: Sequence[Outcome]) -> "Summary":
         """Of all requests; those with an error count as such and in nothing else."""
         good = [o for o in outcomes if o.error is None and o.first_s is not None]
-        seconds = max((o.end_s for o in good), default=0.0) - min((o.start_s for o in good), default=0.0)
+        seconds = max((o.end_s for o in good), default=0.0) - min(
+            (o.start_s for o in good), default=0.0
+        )
         rate = 1 / seconds if seconds else float("nan")
         prompt = sum(o.prompt_tokens for o in good)
         reports = [o.report for o in good if o.report is not None]
@@ -254,7 +275,8 @@ class Summary:
 
 
 def words_of(tokenizer: Path | None, url: str, model: str | None, api_key: str) -> tuple[str, ...]:
-    """Words of one token each: of a model directory's tokenizer, or else by the endpoint's /tokenize (as vLLM has it).
+    """Words of one token each: of a model directory's tokenizer, or else by the endpoint's
+    /tokenize (as vLLM has it).
 
     Raises:
         ValueError: too few such words.
@@ -262,19 +284,25 @@ def words_of(tokenizer: Path | None, url: str, model: str | None, api_key: str) 
     """
     if tokenizer is not None:
         return single_token_words(*local_tokenizer(tokenizer))
-    with httpx.Client(base_url=url.removesuffix("/v1"), headers={"Authorization": f"Bearer {api_key}"}) as http:
+    with httpx.Client(
+        base_url=url.removesuffix("/v1"), headers={"Authorization": f"Bearer {api_key}"}
+    ) as http:
 
         def encode(text: str) -> list[int]:
-            body = {"prompt": text, "add_special_tokens": False} | ({"model": model} if model else {})
+            body = {"prompt": text, "add_special_tokens": False} | (
+                {"model": model} if model else {}
+            )
             return http.post("/tokenize", json=body).raise_for_status().json()["tokens"]
 
         return single_token_words(encode, VOCABULARY)
 
 
 def local_tokenizer(folder: Path) -> tuple[Encode, list[str]]:
-    """(text -> token ids without special tokens, the words of the vocabulary) of a model directory."""
+    """(text -> token ids without special tokens, the words of the vocabulary) of a model
+    directory."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    words = [token.lstrip("\u0120\u2581") for token in tokenizer.get_vocab()]  # marks of a leading space
+    # marks of a leading space
+    words = [token.lstrip("\u0120\u2581") for token in tokenizer.get_vocab()]
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
@@ -285,7 +313,12 @@ def local_tokenizer(folder: Path) -> tuple[Encode, list[str]]:
 def _announces(choice: Any) -> bool:
     """Whether it is the chunk of a chat answer that only names the role."""
     delta = getattr(choice, "delta", None)
-    return delta is not None and delta.role is not None and not delta.content and choice.finish_reason is None
+    return (
+        delta is not None
+        and delta.role is not None
+        and not delta.content
+        and choice.finish_reason is None
+    )
 
 
 def _text(choice: Any) -> str:
@@ -298,4 +331,9 @@ def _usage(chunk: Any) -> tuple[int, int, int, Mapping[str, Any] | None]:
         return 0, 0, 0, None
     usage, extra = chunk.usage, (chunk.model_extra or {}).get("kv_transfer_params") or {}
     details = usage.prompt_tokens_details
-    return usage.prompt_tokens, usage.completion_tokens, (details and details.cached_tokens) or 0, extra.get("kvgraft")
+    return (
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        (details and details.cached_tokens) or 0,
+        extra.get("kvgraft"),
+    )

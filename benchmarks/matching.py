@@ -1,7 +1,8 @@
-"""Cost of the virtual-block index: insertion rate, host memory and match time against the number of known blocks.
+"""Cost of the virtual-block index: insertion rate, host memory and match time against the number of
+known blocks.
 
-Sources of up to 1,024 random blocks are inserted one by one. A reuse prompt is 90 % pieces of eight sources, cut at
-random token offsets, with fresh text between them; a fresh prompt reuses nothing.
+Sources of up to 1,024 random blocks are inserted one by one. A reuse prompt is 90 % pieces of eight
+sources, cut at random token offsets, with fresh text between them; a fresh prompt reuses nothing.
 
 OMP_NUM_THREADS=1 python benchmarks/matching.py --max-blocks 1000000
 """
@@ -51,7 +52,8 @@ def source_tokens(source: int, num_tokens: int) -> np.ndarray:
 
 
 def reuse_prompt(rng: np.random.Generator, sizes: list[int], num_tokens: int) -> np.ndarray:
-    """Pieces of random sources (of sizes[source] tokens) with fresh text between them, int32 [num_tokens]."""
+    """Pieces of random sources (of sizes[source] tokens) with fresh text between them, int32
+    [num_tokens]."""
     parts = []
     for piece in np.array_split(np.arange(num_tokens), PIECES):
         source = int(rng.integers(len(sizes)))
@@ -77,12 +79,18 @@ def match_times(index: VirtualBlockIndex, prompts: list[np.ndarray]) -> tuple[np
 def rss_bytes() -> int | None:
     """Resident memory of this process; known on Linux only."""
     statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else None
+    return (
+        int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else None
+    )
 
 
-def measure(blocks: int, block_size: int, tokens: int, num_prompts: int, advance: Callable[[int], None]) -> Result:
+def measure(
+    blocks: int, block_size: int, tokens: int, num_prompts: int, advance: Callable[[int], None]
+) -> Result:
     versions = np.ones(blocks, np.int64)
-    sizes = [min(SOURCE_BLOCKS, blocks - first) * block_size for first in range(0, blocks, SOURCE_BLOCKS)]
+    sizes = [
+        min(SOURCE_BLOCKS, blocks - first) * block_size for first in range(0, blocks, SOURCE_BLOCKS)
+    ]
     index = VirtualBlockIndex(block_size, lambda pages, known: versions[pages] == known)
     rss, seconds = rss_bytes(), 0.0
     for source, size in enumerate(sizes):
@@ -94,8 +102,12 @@ def measure(blocks: int, block_size: int, tokens: int, num_prompts: int, advance
         advance(len(pages))
     grown = None if rss is None else (rss_bytes() or 0) - rss
     rng = np.random.default_rng(2)
-    reuse, matched = match_times(index, [reuse_prompt(rng, sizes, tokens) for _ in range(num_prompts)])
-    fresh, _ = match_times(index, [rng.integers(0, VOCABULARY, tokens, dtype=np.int32) for _ in range(num_prompts)])
+    reuse, matched = match_times(
+        index, [reuse_prompt(rng, sizes, tokens) for _ in range(num_prompts)]
+    )
+    fresh, _ = match_times(
+        index, [rng.integers(0, VOCABULARY, tokens, dtype=np.int32) for _ in range(num_prompts)]
+    )
     return Result(
         blocks=blocks,
         inserted_per_s=blocks / seconds,
@@ -110,7 +122,9 @@ def measure(blocks: int, block_size: int, tokens: int, num_prompts: int, advance
 
 
 def results_table(results: list[Result]) -> Table:
-    table = Table("blocks", "inserted/s", "B/block", "RSS/block", "90 % ms (p90)", "matched", "0 % ms (p90)")
+    table = Table(
+        "blocks", "inserted/s", "B/block", "RSS/block", "90 % ms (p90)", "matched", "0 % ms (p90)"
+    )
     for result in results:
         rss = result.rss_bytes_per_block
         table.add_row(
@@ -126,7 +140,9 @@ def results_table(results: list[Result]) -> Table:
 
 
 def main(
-    blocks: Annotated[list[int], typer.Option(min=1, help="Known blocks; may be given several times.")] = BLOCKS,
+    blocks: Annotated[
+        list[int], typer.Option(min=1, help="Known blocks; may be given several times.")
+    ] = BLOCKS,
     max_blocks: Annotated[int, typer.Option(min=1, help="Leave out larger sizes.")] = max(BLOCKS),
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per block.")] = 16,
     tokens: Annotated[int, typer.Option(min=PIECES, help="Prompt length.")] = 4096,
@@ -148,9 +164,17 @@ def main(
         raise typer.BadParameter(f"no size among {blocks} is within --max-blocks {max_blocks}")
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("inserting blocks", total=sum(sizes))
-        results = [measure(size, block_size, tokens, prompts, lambda n: progress.advance(task, n)) for size in sizes]
+        results = [
+            measure(size, block_size, tokens, prompts, lambda n: progress.advance(task, n))
+            for size in sizes
+        ]
     if as_json:
-        print(json.dumps({"configuration": configuration, "results": [asdict(result) for result in results]}, indent=2))
+        print(
+            json.dumps(
+                {"configuration": configuration, "results": [asdict(result) for result in results]},
+                indent=2,
+            )
+        )
     else:
         console = Console()
         console.print(line_of_settings(configuration))

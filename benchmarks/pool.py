@@ -1,13 +1,13 @@
-"""Does reuse last in a pool that is full? New questions about a corpus of which some documents are asked for more than
-others, against an ideal cache: whole documents, the least recently used reclaimed first.
+"""Does reuse last in a pool that is full? New questions about a corpus of which some documents are
+asked for more than others, against an ideal cache: whole documents, the least recently used
+reclaimed first.
 
-    python benchmarks/pool.py --plot pool.png                                # 500 queries, a pool of 1.5 corpora
+    python benchmarks/pool.py --plot pool.png  # 500 queries, a pool of 1.5 corpora
     python benchmarks/pool.py --pool 0.5 --json > small.json
-    python benchmarks/pool.py --beside small.json --plot both.png            # with another run in the picture
+    python benchmarks/pool.py --beside small.json --plot both.png  # with another run in the picture
 
-Documents come in a new order and behind other text each time, so prefix caching finds nothing of them. The model is
-random and small: what counts is whose pages are reclaimed.
-"""
+Documents come in a new order and behind other text each time, so prefix caching finds nothing of
+them. The model is random and small: what counts is whose pages are reclaimed."""
 
 import json
 from collections import OrderedDict
@@ -70,7 +70,9 @@ Lines = dict[str, tuple[Curve, list[int]]]  # what was found, by name
 
 def make_corpus(documents: int, rng: np.random.Generator) -> list[list[int]]:
     """Texts of random tokens."""
-    return [rng.integers(1, VOCABULARY, length).tolist() for length in rng.integers(*LENGTHS, documents)]
+    return [
+        rng.integers(1, VOCABULARY, length).tolist() for length in rng.integers(*LENGTHS, documents)
+    ]
 
 
 def make_queries(
@@ -86,7 +88,8 @@ def make_queries(
 
 
 def ideally_found(queries: Sequence[Query], sizes: Sequence[int], room: int) -> list[int]:
-    """Tokens that an LRU cache of `room` tokens, which holds whole documents and nothing else, has of each prompt."""
+    """Tokens that an LRU cache of `room` tokens, which holds whole documents and nothing else, has
+    of each prompt."""
     held: OrderedDict[int, int] = OrderedDict()
     found = []
     for query in queries:
@@ -103,15 +106,22 @@ def main(
     queries: Annotated[int, typer.Option(min=2, help="Prompts, one after another.")] = 500,
     documents: Annotated[int, typer.Option(min=1, help="In the corpus.")] = 100,
     drawn: Annotated[int, typer.Option(min=1, help="Documents of a prompt.")] = 4,
-    zipf: Annotated[float, typer.Option(min=0, help="The n-th document is drawn 1 / n**zipf as often.")] = 0.9,
+    zipf: Annotated[
+        float, typer.Option(min=0, help="The n-th document is drawn 1 / n**zipf as often.")
+    ] = 0.9,
     pool: Annotated[float, typer.Option(help="Size of the KV pool, in corpora.")] = 1.5,
     seed: Annotated[int, typer.Option(help="Of texts and queries.")] = 0,
-    ours: Annotated[list[str] | None, typer.Option(help="A flag of the server (repeatable).")] = None,
+    ours: Annotated[
+        list[str] | None, typer.Option(help="A flag of the server (repeatable).")
+    ] = None,
     beside: Annotated[
-        list[Path] | None, typer.Option(help="JSON of another run to show, by its name (repeatable).")
+        list[Path] | None,
+        typer.Option(help="JSON of another run to show, by its name (repeatable)."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Picture to write.")] = None,
-    json_out: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    json_out: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of a table.")
+    ] = False,
 ) -> None:
     """Ask 500 new questions about a corpus and count what is reused."""
     rng = np.random.default_rng(seed)
@@ -120,9 +130,14 @@ def main(
         raise typer.BadParameter(f"--drawn must be at most --documents, {documents}, got {drawn}")
     asked = list(make_queries(corpus, queries, drawn, zipf, rng))
     sizes = [len(text) for text in corpus]
-    num_blocks, longest = round(pool * sum(sizes) / BLOCK), max(len(query.tokens) for query in asked)
+    num_blocks, longest = (
+        round(pool * sum(sizes) / BLOCK),
+        max(len(query.tokens) for query in asked),
+    )
     if longest + 1 > min(MAX_MODEL_LEN, num_blocks * BLOCK):
-        raise typer.BadParameter(f"a prompt of {longest} tokens needs a larger --pool, of {num_blocks} blocks now")
+        raise typer.BadParameter(
+            f"a prompt of {longest} tokens needs a larger --pool, of {num_blocks} blocks now"
+        )
     others = {path.stem: _read(path) for path in beside or []}
     console = Console(quiet=json_out)
     with TemporaryDirectory() as folder:
@@ -162,7 +177,9 @@ def _ask(url: str, queries: Sequence[Query]) -> list[int]:
 
 
 def _table(lines: Lines) -> Table:
-    table = markdown_table(["", "of all document tokens", f"of the last {LAST} prompts'", "of the ideal"])
+    table = markdown_table(
+        ["", "of all document tokens", f"of the last {LAST} prompts'", "of the ideal"]
+    )
     ideal = next(curve.share(found, LAST) for curve, found in lines.values())
     for name, (curve, found) in lines.items():
         last = curve.share(found, LAST)
@@ -195,7 +212,9 @@ def _read(path: Path) -> Curve:
     try:
         return Curve(**json.loads(path.read_text())["curve"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise typer.BadParameter(f"{path} is no output of this benchmark's --json: {error}") from error
+        raise typer.BadParameter(
+            f"{path} is no output of this benchmark's --json: {error}"
+        ) from error
 
 
 if __name__ == "__main__":

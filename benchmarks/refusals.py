@@ -1,7 +1,8 @@
-"""Seconds until `kvgraft serve` refuses a wrong configuration, and lines that it prints: python benchmarks/refusals.py
+"""Seconds until `kvgraft serve` refuses a wrong configuration, and lines that it prints: python
+benchmarks/refusals.py
 
-With another PYTHONPATH it measures another version. What does not end by itself within five minutes is ended.
-"""
+With another PYTHONPATH it measures another version. What does not end by itself within five minutes
+is ended."""
 
 import os
 import socket
@@ -19,7 +20,9 @@ REPEATS = 3
 LIMIT_S = 300
 
 
-def wrong_configurations(folder: Path, busy_port: int) -> dict[str, tuple[list[str], dict[str, str]]]:
+def wrong_configurations(
+    folder: Path, busy_port: int
+) -> dict[str, tuple[list[str], dict[str, str]]]:
     """Arguments and environment by what is wrong."""
     store = folder / "store"
     store.mkdir(exist_ok=True)
@@ -46,7 +49,11 @@ def measure(arguments: list[str], environment: dict[str, str]) -> tuple[float, i
     port = [] if "--port" in arguments else ["--port", "0"]
     said = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **environment}
     with subprocess.Popen(
-        [*command, *port], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | said
+        [*command, *port],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | said,
     ) as process:
         try:
             output, _ = process.communicate(timeout=LIMIT_S)

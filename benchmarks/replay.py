@@ -1,14 +1,16 @@
-"""Whole sessions against plain vLLM and ours: does reuse last from turn to turn, and what does it gain a session?
+"""Whole sessions against plain vLLM and ours: does reuse last from turn to turn, and what does it
+gain a session?
 
-    python benchmarks/replay.py                            # generated sessions (see sessions.py), random model
+    python benchmarks/replay.py  # generated sessions (see sessions.py), random model
     python benchmarks/replay.py --kind mixed --model DIR --sessions 16 --plot replay.png
-    python benchmarks/replay.py --trace FILE_OR_DIR --tiny # recorded ones, up to 64K tokens: counts tokens, not time
-    python benchmarks/replay.py --shadow                 # does one that only discovers foretell what a live one does?
+    # recorded ones, up to 64K tokens: counts tokens, not time
+    python benchmarks/replay.py --trace FILE_OR_DIR --tiny
+    # does one that only discovers foretell what a live one does?
+    python benchmarks/replay.py --shadow
 
-Both servers get the same requests, in turn: one request each, or with several sessions at once (--concurrency, --rate,
---batch) a batch of sessions each. Without `--model` the model is random and knows no words: its prompts are hashed
-pieces of the text, about four characters each.
-"""
+Both servers get the same requests, in turn: one request each, or with several sessions at once
+(--concurrency, --rate, --batch) a batch of sessions each. Without `--model` the model is random and
+knows no words: its prompts are hashed pieces of the text, about four characters each."""
 
 import asyncio
 import json
@@ -48,7 +50,8 @@ CONTEXT = 65536  # of random models
 LAYERS = 12
 TINY_LAYERS = 2
 TINY = {
-    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 32,
 }  # fmt: skip
 OURS = ["--kvgraft-continuation"]
 SHADOW = ("--kvgraft-mode", "shadow")
@@ -57,26 +60,56 @@ errors = Console(stderr=True)
 
 
 def main(
-    kind: Annotated[str, typer.Option(help=f"Generated: {', '.join(KINDS)}.", show_default=KIND)] = "",
-    trace: Annotated[list[Path] | None, typer.Option(help="Recorded JSONL, or a folder of it (repeatable).")] = None,
-    sessions: Annotated[int, typer.Option(min=1, help="Number of sessions, of a trace the first ones.")] = 8,
-    turns: Annotated[int, typer.Option(help="Of a generated session.", show_default=str(SessionShape.turns))] = 0,
-    scale: Annotated[float, typer.Option(help="Of the sizes of generated ones.", show_default=str(SCALE))] = 0.0,
-    model: Annotated[Path | None, typer.Option(help="Model directory.", show_default="a random model")] = None,
-    tiny: Annotated[bool, typer.Option("--tiny", help="A random model that is fast and small.")] = False,
-    chat: Annotated[bool, typer.Option("--chat", help="Send messages, not tokens; needs --model.")] = False,
-    answers: Annotated[str, typer.Option(help=f"In later requests: {', '.join(ANSWERS)}.")] = "recorded",
+    kind: Annotated[
+        str, typer.Option(help=f"Generated: {', '.join(KINDS)}.", show_default=KIND)
+    ] = "",
+    trace: Annotated[
+        list[Path] | None, typer.Option(help="Recorded JSONL, or a folder of it (repeatable).")
+    ] = None,
+    sessions: Annotated[
+        int, typer.Option(min=1, help="Number of sessions, of a trace the first ones.")
+    ] = 8,
+    turns: Annotated[
+        int, typer.Option(help="Of a generated session.", show_default=str(SessionShape.turns))
+    ] = 0,
+    scale: Annotated[
+        float, typer.Option(help="Of the sizes of generated ones.", show_default=str(SCALE))
+    ] = 0.0,
+    model: Annotated[
+        Path | None, typer.Option(help="Model directory.", show_default="a random model")
+    ] = None,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="A random model that is fast and small.")
+    ] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send messages, not tokens; needs --model.")
+    ] = False,
+    answers: Annotated[
+        str, typer.Option(help=f"In later requests: {', '.join(ANSWERS)}.")
+    ] = "recorded",
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 16,
-    max_model_len: Annotated[int, typer.Option(help="Sessions are cut there.", show_default="the model's")] = 0,
-    concurrency: Annotated[int, typer.Option(help="Sessions at once; 0: one, or all that arrive.")] = 0,
+    max_model_len: Annotated[
+        int, typer.Option(help="Sessions are cut there.", show_default="the model's")
+    ] = 0,
+    concurrency: Annotated[
+        int, typer.Option(help="Sessions at once; 0: one, or all that arrive.")
+    ] = 0,
     rate: Annotated[float, typer.Option(help="Poisson arrivals of sessions per second.")] = 0.0,
-    batch: Annotated[int, typer.Option(help="Sessions before the other's turn; 0: those at once, or a request.")] = 0,
-    shared: Annotated[bool, typer.Option("--shared", help="One namespace for all sessions.")] = False,
+    batch: Annotated[
+        int, typer.Option(help="Sessions before the other's turn; 0: those at once, or a request.")
+    ] = 0,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="One namespace for all sessions.")
+    ] = False,
     ours: Annotated[list[str], typer.Option(help="A flag of our server (repeatable).")] = OURS,
-    shadow: Annotated[bool, typer.Option("--shadow", help="Instead of plain vLLM: ours that only discovers.")] = False,
+    shadow: Annotated[
+        bool, typer.Option("--shadow", help="Instead of plain vLLM: ours that only discovers.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="Of the servers.")] = "float32",
     kv_gib: Annotated[int, typer.Option(min=1, help="Memory of each server's KV pool.")] = 2,
-    threads: Annotated[int, typer.Option(help="CPU cores that each server's model runs on.")] = THREADS,
+    threads: Annotated[
+        int, typer.Option(help="CPU cores that each server's model runs on.")
+    ] = THREADS,
     seed: Annotated[int, typer.Option(help="Of texts and arrivals.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Picture to write.")] = None,
     json_out: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -88,7 +121,9 @@ def main(
     console = Console(quiet=json_out)
     with _usage_errors():
         limit = _limit(model, max_model_len)
-        sending = Sending(max_tokens, limit, concurrency, rate, batch, shared, answers == "own", chat, seed)
+        sending = Sending(
+            max_tokens, limit, concurrency, rate, batch, shared, answers == "own", chat, seed
+        )
         wanted = (kind or KIND, turns or SessionShape.turns, scale or SCALE)
         traffic = _recorded(trace, sessions) if trace else _generated(*wanted, sessions, seed)
         check_bodies(traffic, sending)
@@ -98,22 +133,36 @@ def main(
         if not sending.own_answers:
             longest = max(length for script in scripts for length in script.lengths)
             sending = replace(sending, max_model_len=min(limit, longest + max_tokens))
-        settings = ServerOptions(folder, dtype, sending.max_model_len, threads=threads, kv_gib=kv_gib)
+        settings = ServerOptions(
+            folder, dtype, sending.max_model_len, threads=threads, kv_gib=kv_gib
+        )
         name = str(model or ("random, tiny" if tiny else f"random, {LAYERS} layers"))
-        head = configuration(settings, name) | {"traffic": told, "sessions": len(scripts), "our flags": " ".join(ours)}
+        head = configuration(settings, name) | {
+            "traffic": told,
+            "sessions": len(scripts),
+            "our flags": " ".join(ours),
+        }
         console.print(line_of_settings(head), soft_wrap=True)
-        replayed = _serve(settings, [*ours, *SHADOW] if shadow else ["--no-kvgraft"], ours, scripts, sending)
+        replayed = _serve(
+            settings, [*ours, *SHADOW] if shadow else ["--no-kvgraft"], ours, scripts, sending
+        )
     _show(replayed, sending, console, plot)
     if shadow:
         console.print(Prediction.of(replayed).line, soft_wrap=True)
     if json_out:
         told_all = as_json(replayed, sending.own_answers)
         predicted = {"prediction": asdict(Prediction.of(replayed))} if shadow else {}
-        print(json.dumps({"configuration": head, "sending": asdict(sending)} | told_all | predicted))
+        print(
+            json.dumps({"configuration": head, "sending": asdict(sending)} | told_all | predicted)
+        )
 
 
 def _serve(
-    settings: ServerOptions, first: Sequence[str], second: Sequence[str], scripts: Sequence[Script], sending: Sending
+    settings: ServerOptions,
+    first: Sequence[str],
+    second: Sequence[str],
+    scripts: Sequence[Script],
+    sending: Sending,
 ) -> list[Replayed]:
     async def run(pair_of: Any) -> list[Replayed]:
         async with pair_of as pair:
@@ -124,13 +173,17 @@ def _serve(
         return asyncio.run(run(Pair.of(plain, ours, None)))
 
 
-def _show(replayed: Sequence[Replayed], sending: Sending, console: Console, plot: Path | None) -> None:
+def _show(
+    replayed: Sequence[Replayed], sending: Sending, console: Console, plot: Path | None
+) -> None:
     rows = turn_rows(replayed)
     if not rows:
         errors.print("no request was answered by both servers:", *endings(replayed), sep="\n")
         raise typer.Exit(1)
     total = all_turns(replayed)
-    console.print(latencies_of(summaries(replayed)), kinds_of(rows, total), turns_of(rows, total), sep="\n")
+    console.print(
+        latencies_of(summaries(replayed)), kinds_of(rows, total), turns_of(rows, total), sep="\n"
+    )
     for line in lines_of_replay(replayed, sending.own_answers):
         console.print(line, soft_wrap=True)
     if plot:
@@ -146,7 +199,9 @@ def _recorded(paths: Sequence[Path], count: int) -> list[Session]:
 
 
 def _generated(kind: str, turns: int, scale: float, count: int, seed: int) -> list[Session]:
-    shape = SessionShape(turns=turns, corpus=max(SessionShape.corpus, 2 * turns * SessionShape.documents))
+    shape = SessionShape(
+        turns=turns, corpus=max(SessionShape.corpus, 2 * turns * SessionShape.documents)
+    )
     return make_sessions(kind, shape.scaled(scale), count, bundled_words(), seed)
 
 
@@ -186,7 +241,9 @@ def _limit(model: Path | None, wanted: int) -> int:
     """
     positions = _config(model)["max_position_embeddings"] if model else CONTEXT
     if wanted > positions:
-        raise ValueError(f"--max-model-len must be at most {positions}, the positions of the model, got {wanted}")
+        raise ValueError(
+            f"--max-model-len must be at most {positions}, the positions of the model, got {wanted}"
+        )
     return wanted or positions
 
 

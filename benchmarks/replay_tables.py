@@ -1,4 +1,5 @@
-"""What a replay found: totals, ratios by session, tokens by kind from turn to turn; as tables, picture and JSON."""
+"""What a replay found: totals, ratios by session, tokens by kind from turn to turn; as tables,
+picture and JSON."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -48,7 +49,10 @@ class TurnRow:
         """The row of these requests, (plain, ours) each."""
         tokens = sum(ours.prompt_tokens for _, ours in pairs)
         reports = [report_of(ours) for _, ours in pairs]
-        shares = {kind: sum(r[f"{kind}_tokens"] for r in reports) / tokens for kind in (*KINDS, "recomputed")}
+        shares = {
+            kind: sum(r[f"{kind}_tokens"] for r in reports) / tokens
+            for kind in (*KINDS, "recomputed")
+        }
         recomputed = shares.pop("recomputed")
         plain = sum(p.cached_tokens for p, _ in pairs) / sum(p.prompt_tokens for p, _ in pairs)
         ttft = [Spread.of([pair[side].ttft_s for pair in pairs]).median for side in (0, 1)]
@@ -57,7 +61,8 @@ class TurnRow:
 
 @dataclass(frozen=True)
 class Violation:
-    """A request of which ours has fewer exact and continued tokens than plain vLLM has of a prefix."""
+    """A request of which ours has fewer exact and continued tokens than plain vLLM has of a
+    prefix."""
 
     session: str
     turn: int
@@ -79,7 +84,9 @@ def report_of(ours: Outcome) -> Mapping[str, Any]:
 def turn_rows(replayed: Sequence[Replayed]) -> list[TurnRow]:
     """First requests, second requests, and so on."""
     longest = max((len(session.pairs) for session in replayed), default=0)
-    by_turn = [[session.pairs[n] for session in replayed if len(session.pairs) > n] for n in range(longest)]
+    by_turn = [
+        [session.pairs[n] for session in replayed if len(session.pairs) > n] for n in range(longest)
+    ]
     return [TurnRow.of(number, pairs) for number, pairs in enumerate(by_turn, 1)]
 
 
@@ -111,17 +118,24 @@ def _prefix(ours: Outcome) -> int:
 
 
 def ttft_ratio(replayed: Sequence[Replayed]) -> Estimate:
-    """Total TTFT of a session, ours / plain: the geometric mean over sessions, and its 95 % interval."""
-    sums = [[sum(pair[side].ttft_s for pair in s.pairs) for side in (0, 1)] for s in replayed if s.pairs]
+    """Total TTFT of a session, ours / plain: the geometric mean over sessions, and its 95 %
+    interval."""
+    sums = [
+        [sum(pair[side].ttft_s for pair in s.pairs) for side in (0, 1)] for s in replayed if s.pairs
+    ]
     logs = [math.log(ours / plain) for plain, ours in sums]
     low, high = bootstrap(logs)
     return Estimate(math.exp(float(np.mean(logs))), math.exp(low), math.exp(high))
 
 
 def summaries(replayed: Sequence[Replayed]) -> dict[str, Summary]:
-    """All requests of plain and of ours. Their seconds and rates mean nothing: each server paused for the other."""
+    """All requests of plain and of ours. Their seconds and rates mean nothing: each server paused
+    for the other."""
     plain = [outcome for session in replayed for outcome in session.plain.outcomes]
-    return {"plain": Summary.of(plain), "ours": Summary.of([o for s in replayed for o in s.ours.outcomes])}
+    return {
+        "plain": Summary.of(plain),
+        "ours": Summary.of([o for s in replayed for o in s.ours.outcomes]),
+    }
 
 
 def latencies_of(found: Mapping[str, Summary]) -> Table:
@@ -130,7 +144,12 @@ def latencies_of(found: Mapping[str, Summary]) -> Table:
     for name, of in (("TTFT", lambda s: s.ttft_s), ("inter-token", lambda s: s.gap_s)):
         for what in ("median", "p95", "p99"):
             plain, ours = (getattr(of(found[side]), what) for side in ("plain", "ours"))
-            table.add_row(f"{name} {what} ms", f"{1e3 * plain:.1f}", f"{1e3 * ours:.1f}", f"{ours / plain:.2f}")
+            table.add_row(
+                f"{name} {what} ms",
+                f"{1e3 * plain:.1f}",
+                f"{1e3 * ours:.1f}",
+                f"{ours / plain:.2f}",
+            )
     for side, summary in found.items():
         for why, count in summary.errors.items():
             table.add_row(f"errors of {side}", f"{count} {why}")
@@ -140,10 +159,16 @@ def latencies_of(found: Mapping[str, Summary]) -> Table:
 def kinds_of(rows: Sequence[TurnRow], total: TurnRow) -> Table:
     """Tokens by kind, from turn to turn."""
     columns = ["turn", "tokens", "plain", *KINDS, "recomputed"]
-    table = markdown_table(columns, title="plain: in its prefix cache; ours by kind: shares of the prompt")
+    table = markdown_table(
+        columns, title="plain: in its prefix cache; ours by kind: shares of the prompt"
+    )
     for row in (*rows, total):
         shares = (row.plain, *(row.kinds[kind] for kind in KINDS), row.recomputed)
-        table.add_row(str(row.turn or "all"), f"{row.prompt_tokens:.0f}", *(f"{share:.3f}" for share in shares))
+        table.add_row(
+            str(row.turn or "all"),
+            f"{row.prompt_tokens:.0f}",
+            *(f"{share:.3f}" for share in shares),
+        )
     return table
 
 
@@ -153,7 +178,13 @@ def turns_of(rows: Sequence[TurnRow], total: TurnRow) -> Table:
     table = markdown_table(columns, title="share reused; median TTFT")
     for row in (*rows, total):
         times = (f"{1e3 * row.plain_ttft_s:.1f}", f"{1e3 * row.ours_ttft_s:.1f}")
-        table.add_row(str(row.turn or "all"), str(row.requests), f"{row.plain:.3f}", f"{row.reused:.3f}", *times)
+        table.add_row(
+            str(row.turn or "all"),
+            str(row.requests),
+            f"{row.plain:.3f}",
+            f"{row.reused:.3f}",
+            *times,
+        )
     return table
 
 
@@ -163,8 +194,10 @@ class Prediction:
 
     Attributes:
         would_graft, grafted: shares of all prompt tokens.
-        would_save_s, estimated_s: seconds of prefill that grafts save, as both servers expect of their costs.
-        saved_s: time to first token of the one less that of the other, over the requests that the live one grafted.
+        would_save_s, estimated_s: seconds of prefill that grafts save, as both servers expect of
+            their costs.
+        saved_s: time to first token of the one less that of the other, over the requests that the
+            live one grafted.
     """
 
     would_graft: float
@@ -176,7 +209,9 @@ class Prediction:
     @classmethod
     def of(cls, replayed: Sequence[Replayed]) -> "Prediction":
         """From requests whose first server discovers."""
-        pairs = [(one, report_of(one), two, report_of(two)) for s in replayed for one, two in s.pairs]
+        pairs = [
+            (one, report_of(one), two, report_of(two)) for s in replayed for one, two in s.pairs
+        ]
         tokens = sum(one.prompt_tokens for one, *_ in pairs)
         live = [(one, two, did) for one, _, two, did in pairs if did["grafted_tokens"]]
         return cls(
@@ -191,8 +226,10 @@ class Prediction:
     def line(self) -> str:
         """All of it."""
         return (
-            f"would graft {self.would_graft:.1%} of the tokens and save {self.would_save_s:.2f} s; the live server "
-            f"grafted {self.grafted:.1%}, expected to save {self.estimated_s:.2f} s and was {self.saved_s:.2f} s sooner"
+            f"would graft {self.would_graft:.1%} of the tokens and save {self.would_save_s:.2f} s; "
+            "the live server "
+            f"grafted {self.grafted:.1%}, expected to save {self.estimated_s:.2f} s and was "
+            f"{self.saved_s:.2f} s sooner"
         )
 
 
@@ -210,17 +247,23 @@ def lines_of_replay(replayed: Sequence[Replayed], own_answers: bool) -> list[str
     ratio, count = ttft_ratio(replayed), sum(len(session.pairs) for session in replayed)
     sessions = sum(bool(session.pairs) for session in replayed)
     lines = [
-        f"total TTFT of a session, ours / plain: {ratio.value:.3f} (95 % {ratio.low:.3f} to {ratio.high:.3f}; "
+        f"total TTFT of a session, ours / plain: {ratio.value:.3f} (95 % {ratio.low:.3f} to "
+        f"{ratio.high:.3f}; "
         f"geometric mean of {sessions} sessions)"
     ]
     if own_answers:
-        lines.append("prefixes were not compared: with own answers the two servers get different prompts")
+        lines.append(
+            "prefixes were not compared: with own answers the two servers get different prompts"
+        )
     else:
         broken = violations(replayed)
         shown = [f"{v.session} request {v.turn} ({v.ours} < {v.plain})" for v in broken[:SHOWN]]
         more = [f"{len(broken) - SHOWN} more"] if len(broken) > SHOWN else []
         where = f": {', '.join(shown + more)}" if broken else ""
-        lines.append(f"less exact and continued than plain's prefix: {len(broken)} of {count} requests{where}")
+        lines.append(
+            f"less exact and continued than plain's prefix: {len(broken)} of {count} "
+            f"requests{where}"
+        )
     return lines + endings(replayed)
 
 
@@ -237,35 +280,50 @@ def endings(replayed: Sequence[Replayed]) -> list[str]:
 def as_json(replayed: Sequence[Replayed], own_answers: bool) -> dict[str, Any]:
     """All of it, with every request."""
     return {
-        "latencies": {side: _latency_json(summary) for side, summary in summaries(replayed).items()},
+        "latencies": {
+            side: _latency_json(summary) for side, summary in summaries(replayed).items()
+        },
         "ttft_ratio": asdict(ttft_ratio(replayed)),
         "turns": [asdict(row) for row in turn_rows(replayed)],
         "all": asdict(all_turns(replayed)),
-        "violations": None if own_answers else [asdict(violation) for violation in violations(replayed)],
+        "violations": None
+        if own_answers
+        else [asdict(violation) for violation in violations(replayed)],
         "sessions": [_session_json(session) for session in replayed],
     }
 
 
 def _latency_json(summary: Summary) -> dict[str, Any]:
-    return {name: asdict(getattr(summary, name)) for name in ("ttft_s", "gap_s")} | {"errors": summary.errors}
+    return {name: asdict(getattr(summary, name)) for name in ("ttft_s", "gap_s")} | {
+        "errors": summary.errors
+    }
 
 
 def _session_json(session: Replayed) -> dict[str, Any]:
     sides = {"plain": session.plain, "ours": session.ours}
     ended = {side: run.ended for side, run in sides.items()}
     requests = {side: [_request_json(o) for o in run.outcomes] for side, run in sides.items()}
-    return {"name": session.name, "kind": session.kind, "recorded": session.requests, "ended": ended, **requests}
+    return {
+        "name": session.name,
+        "kind": session.kind,
+        "recorded": session.requests,
+        "ended": ended,
+        **requests,
+    }
 
 
 def _request_json(outcome: Outcome) -> dict[str, Any]:
     shown = {
-        "start_s": outcome.start_s, "ttft_s": outcome.ttft_s if outcome.first_s is not None else None,
+        "start_s": outcome.start_s,
+        "ttft_s": outcome.ttft_s if outcome.first_s is not None else None,
         "prompt_tokens": outcome.prompt_tokens, "output_tokens": outcome.output_tokens,
         "cached_tokens": outcome.cached_tokens, "error": outcome.error,
     }  # fmt: skip
     kinds = [f"{kind}_tokens" for kind in (*KINDS, "recomputed")]
     report = outcome.report or {}
-    return shown | {name: report[name] for name in (*kinds, "outcome", "reason", "depth") if name in report}
+    return shown | {
+        name: report[name] for name in (*kinds, "outcome", "reason", "depth") if name in report
+    }
 
 
 def draw(rows: Sequence[TurnRow], path: Path) -> None:
@@ -284,11 +342,21 @@ def draw(rows: Sequence[TurnRow], path: Path) -> None:
             heights = np.array([row.kinds[kind] for row in rows])
             tokens.bar(turns, heights, bottom=bottom, color=COLOURS[kind], label=kind)
             bottom += heights
-        tokens.plot(turns, [row.plain for row in rows], "o-", color="black", label="plain vLLM: prefix")
+        tokens.plot(
+            turns, [row.plain for row in rows], "o-", color="black", label="plain vLLM: prefix"
+        )
         tokens.set(xlabel="request of a session", ylabel="share of the prompt", ylim=(0, 1))
         tokens.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
-        times.plot(turns, [1e3 * row.plain_ttft_s for row in rows], "o-", color="black", label="plain vLLM")
-        times.plot(turns, [1e3 * row.ours_ttft_s for row in rows], "o-", color=COLOURS["grafted"], label="KVGraft")
+        times.plot(
+            turns, [1e3 * row.plain_ttft_s for row in rows], "o-", color="black", label="plain vLLM"
+        )
+        times.plot(
+            turns,
+            [1e3 * row.ours_ttft_s for row in rows],
+            "o-",
+            color=COLOURS["grafted"],
+            label="KVGraft",
+        )
         times.set(xlabel="request of a session", ylabel="median TTFT, ms", ylim=(0, None))
         times.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
         for axes in (tokens, times):

@@ -1,4 +1,5 @@
-"""Sends the same sessions to plain vLLM and to ours, in turn, and keeps what became of every request."""
+"""Sends the same sessions to plain vLLM and to ours, in turn, and keeps what became of every
+request."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -17,7 +18,13 @@ from workload import arrivals
 
 ANSWERS = ("recorded", "own")
 WARM_UP = SessionShape(
-    turns=2, known_share=1.0, system_tokens=32, tools_tokens=32, answer_tokens=16, documents=4, document_tokens=150
+    turns=2,
+    known_share=1.0,
+    system_tokens=32,
+    tools_tokens=32,
+    answer_tokens=16,
+    documents=4,
+    document_tokens=150,
 )
 
 
@@ -28,15 +35,17 @@ class Sending:
     Attributes:
         max_tokens: of every answer, which has its full length.
         max_model_len: a session ends before the first request that is longer, with its answer.
-        concurrency: sessions under way at most; 0 is one, or as many as arrive where there is a rate.
-        rate: sessions that begin per second; 0 begins each as soon as `concurrency` allows. The requests of a session
-            wait for each other.
-        batch: sessions that run against one server before the other's turn; 0 is as many as run at once, or half of all
-            where there is a rate. Where neither is given and one session runs at a time, the servers take turns with
-            every request, so that both have the same moments of a machine that is not always equally fast.
+        concurrency: sessions under way at most; 0 is one, or as many as arrive where there is a
+            rate.
+        rate: sessions that begin per second; 0 begins each as soon as `concurrency` allows. The
+            requests of a session wait for each other.
+        batch: sessions that run against one server before the other's turn; 0 is as many as run at
+            once, or half of all where there is a rate. Where neither is given and one session runs
+            at a time, the servers take turns with every request, so that both have the same moments
+            of a machine that is not always equally fast.
         shared: sessions share one namespace instead of having one each.
-        own_answers: later requests hold what the server answered instead of what was recorded, so that the two servers
-            get different prompts.
+        own_answers: later requests hold what the server answered instead of what was recorded, so
+            that the two servers get different prompts.
         chat: send messages to /chat/completions instead of their tokens to /completions.
         seed: of arrivals.
 
@@ -55,7 +64,13 @@ class Sending:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in {"max_tokens": 1, "max_model_len": 2, "concurrency": 0, "rate": 0, "batch": 0}.items():
+        for name, least in {
+            "max_tokens": 1,
+            "max_model_len": 2,
+            "concurrency": 0,
+            "rate": 0,
+            "batch": 0,
+        }.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
@@ -74,7 +89,11 @@ class Sending:
 
     def slots(self) -> AbstractAsyncContextManager[object]:
         """What a session holds while it is under way."""
-        return nullcontext() if self.rate and not self.concurrency else asyncio.Semaphore(max(1, self.concurrency))
+        return (
+            nullcontext()
+            if self.rate and not self.concurrency
+            else asyncio.Semaphore(max(1, self.concurrency))
+        )
 
 
 class Script:
@@ -131,19 +150,27 @@ def check_bodies(sessions: Sequence[Session], sending: Sending) -> None:
     """Raise ValueError if a session cannot be sent like that."""
     for session in sessions if sending.chat or sending.own_answers else ():
         if any("messages" not in turn.body for turn in session.turns):
-            raise ValueError(f"{session.name}: --chat and own answers need bodies with messages, not prompts")
+            raise ValueError(
+                f"{session.name}: --chat and own answers need bodies with messages, not prompts"
+            )
 
 
-async def replay(pair: Pair, scripts: Sequence[Script], sending: Sending, on_progress: OnProgress) -> list[Replayed]:
+async def replay(
+    pair: Pair, scripts: Sequence[Script], sending: Sending, on_progress: OnProgress
+) -> list[Replayed]:
     """All sessions on both servers, ours first in every other one, or in every other request.
 
     Raises:
         RuntimeError: a server did not answer the session that warms it up.
     """
     await _warm_up(pair, scripts[0].encode, sending)
-    runs = await (_by_request if sending.alternates else _by_batch)(pair, scripts, sending, on_progress)
+    runs = await (_by_request if sending.alternates else _by_batch)(
+        pair, scripts, sending, on_progress
+    )
     return [
-        Replayed(s.session.name, s.session.kind, len(s.lengths), runs[pair.plain][n], runs[pair.ours][n])
+        Replayed(
+            s.session.name, s.session.kind, len(s.lengths), runs[pair.plain][n], runs[pair.ours][n]
+        )
         for n, s in enumerate(scripts)
     ]
 
@@ -170,13 +197,23 @@ async def _by_batch(
 ) -> dict[Client, dict[int, Run]]:
     """Batch by batch, ours first in every other one."""
     runs: dict[Client, dict[int, Run]] = {pair.plain: {}, pair.ours: {}}
-    total, numbered, size = 2 * len(scripts), list(enumerate(scripts)), sending.batch_of(len(scripts))
+    total, numbered, size = (
+        2 * len(scripts),
+        list(enumerate(scripts)),
+        sending.batch_of(len(scripts)),
+    )
     for number in range(-(-len(scripts) // size)):
         batch = numbered[number * size : (number + 1) * size]
         for client in pair.in_turn(number):
             await asyncio.sleep(SETTLE_S)
             done = runs[client]
-            await _run_batch(client, batch, sending, done, lambda: on_progress(sum(map(len, runs.values())), total))
+            await _run_batch(
+                client,
+                batch,
+                sending,
+                done,
+                lambda: on_progress(sum(map(len, runs.values())), total),
+            )
     return runs
 
 
@@ -206,7 +243,12 @@ class SessionRun:
     """A session under way on one server."""
 
     def __init__(self, client: Client, script: Script, sending: Sending, namespace: str) -> None:
-        self._client, self._script, self._sending, self._namespace = client, script, sending, namespace
+        self._client, self._script, self._sending, self._namespace = (
+            client,
+            script,
+            sending,
+            namespace,
+        )
         self._own = OwnAnswers() if sending.own_answers else None
         self._outcomes: list[Outcome] = []
         self._ended: str | None = None
@@ -217,8 +259,8 @@ class SessionRun:
         return Run(tuple(self._outcomes), self._ended)
 
     async def next_request(self) -> bool:
-        """Send the next one; False if there is none: the last one failed, or this one does not fit into the server's
-        context."""
+        """Send the next one; False if there is none: the last one failed, or this one does not fit
+        into the server's context."""
         number = len(self._outcomes)
         if self._ended or number == len(self._script.session.turns):
             return False
@@ -230,7 +272,9 @@ class SessionRun:
             return False
         asked = _messages(body) if sending.chat else {"prompt": tokens}
         extra = {"cache_salt": self._namespace}
-        outcome = await self._client.send(self._script.session.kind, asked, sending.max_tokens, extra)
+        outcome = await self._client.send(
+            self._script.session.kind, asked, sending.max_tokens, extra
+        )
         self._outcomes.append(outcome)
         if outcome.error or outcome.first_s is None:
             self._ended = f"request {number + 1} failed: {outcome.error or 'no token'}"
@@ -240,7 +284,8 @@ class SessionRun:
 
 
 async def run_session(client: Client, script: Script, sending: Sending, namespace: str) -> Run:
-    """One session, request by request, up to the first that fails or does not fit into the server's context."""
+    """One session, request by request, up to the first that fails or does not fit into the server's
+    context."""
     session = SessionRun(client, script, sending, namespace)
     while await session.next_request():
         pass
@@ -248,13 +293,15 @@ async def run_session(client: Client, script: Script, sending: Sending, namespac
 
 
 def _messages(body: Body) -> dict[str, Any]:
-    """What a chat request takes over from a body; its tools are text of the prompt and nothing else."""
+    """What a chat request takes over from a body; its tools are text of the prompt and nothing
+    else."""
     tools = {"tools": body["tools"], "tool_choice": "none"} if body.get("tools") else {}
     return {"messages": body["messages"], **tools}
 
 
 async def _warm_up(pair: Pair, encode: EncodeBody, sending: Sending) -> None:
-    """A session of two turns for both, so that nobody's first prompt and first graft find a cold program."""
+    """A session of two turns for both, so that nobody's first prompt and first graft find a cold
+    program."""
     [session] = make_sessions("reordered", WARM_UP, 1, bundled_words(), "warm-up")
     script = Script(session, encode)
     for client in (pair.plain, pair.ours):

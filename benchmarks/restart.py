@@ -1,10 +1,13 @@
-"""What a second process gains from the store that a first one has left: time to first token with it and without.
+"""What a second process gains from the store that a first one has left: time to first token with it
+and without.
 
-    python benchmarks/restart.py engine [--items 2] [--json]            # the native engine, scenarios of the testbed
-    python benchmarks/restart.py server [--tokens 4096 --reuse 0.9] [--json]     # `kvgraft serve`, through HTTP
+    # the native engine, scenarios of the testbed
+    python benchmarks/restart.py engine [--items 2] [--json]
+    # `kvgraft serve`, through HTTP
+    python benchmarks/restart.py server [--tokens 4096 --reuse 0.9] [--json]
 
-The payload files are dropped from the page cache before the second process starts, where the file system heeds that.
-"""
+The payload files are dropped from the page cache before the second process starts, where the file
+system heeds that."""
 
 import asyncio
 import statistics
@@ -32,7 +35,16 @@ from kvgraft.testbed.scenarios import make_scenarios
 from load import Client, local_tokenizer
 from scenarios import SETTLE_S, OnProgress, Pair, checked, make_random_model
 from servers import THREADS, ServerOptions, start
-from store import DirOption, JsonOption, configuration, drop_page_cache, drops, error_console, report, require_equal
+from store import (
+    DirOption,
+    JsonOption,
+    configuration,
+    drop_page_cache,
+    drops,
+    error_console,
+    report,
+    require_equal,
+)
 from ttft import ONE_TOKEN
 from workload import Ask, Shape, make_workload, single_token_words
 
@@ -41,7 +53,8 @@ SAME, MOVED = "the same prompt", "moved documents"
 
 
 class Answer(msgspec.Struct):
-    """What one process has answered; `reused` are tokens, `output` is None where it does not matter."""
+    """What one process has answered; `reused` are tokens, `output` is None where it does not
+    matter."""
 
     kind: str
     tokens: int
@@ -52,13 +65,15 @@ class Answer(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Restart:
-    """Prompts of a second process, with what the first one has stored and without. Medians over prompts.
+    """Prompts of a second process, with what the first one has stored and without. Medians over
+    prompts.
 
     Attributes:
         prompts: what they are, and `count` how many.
         reused: share of their tokens.
         gain: how many times sooner the first token comes, and what bounds it (bootstrap, 95 %).
-        same: answers that are equal, where that means something: those of random weights to grafts do not.
+        same: answers that are equal, where that means something: those of random weights to grafts
+            do not.
     """
 
     prompts: str
@@ -74,9 +89,12 @@ class Restart:
 
 
 def restart_of(kind: str, plain: Sequence[Answer], stored: Sequence[Answer]) -> Restart:
-    """Pairs of answers to the same prompts; those to a prompt that was read before as it is must be equal."""
+    """Pairs of answers to the same prompts; those to a prompt that was read before as it is must be
+    equal."""
     pairs = [(one, two) for one, two in zip(plain, stored, strict=True) if two.kind == kind]
-    same = None if pairs[0][0].output is None else sum(one.output == two.output for one, two in pairs)
+    same = (
+        None if pairs[0][0].output is None else sum(one.output == two.output for one, two in pairs)
+    )
     if kind == SAME:
         require_equal(same, len(pairs), kind)
     gains = [one.ttft_s / two.ttft_s for one, two in pairs]
@@ -99,10 +117,14 @@ def engine(
     directory: DirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """One process reads documents and ends; others answer prompts with them, with its store and without."""
+    """One process reads documents and ends; others answer prompts with them, with its store and
+    without."""
     given = ["process", "--items", items, "--seed", seed, "--model", model, "--dtype", dtype]
     found: dict[bool, list[list[Answer]]] = {False: [], True: []}
-    with TemporaryDirectory(dir=directory) as name, progress_bar(error_console, "processes") as on_progress:
+    with (
+        TemporaryDirectory(dir=directory) as name,
+        progress_bar(error_console, "processes") as on_progress,
+    ):
         store = Path(name) / "store"
         run([*given, "--store", store, "--read"])
         for number in range(2 * rounds):
@@ -111,20 +133,30 @@ def engine(
             found[stored].append(run([*given, *(("--store", store) if stored else ())]))
             on_progress(number + 1, 2 * rounds)
         dropped = drops(Path(name) / "probe")
-    settings = configuration(0, dtype, rounds) | {"model": model.name, "items of each scenario": items, "seed": seed}
+    settings = configuration(0, dtype, rounds) | {
+        "model": model.name,
+        "items of each scenario": items,
+        "seed": seed,
+    }
     settings["page cache is dropped"] = dropped
-    sides = [[median_of(answers) for answers in zip(*found[stored], strict=True)] for stored in (False, True)]
+    sides = [
+        [median_of(answers) for answers in zip(*found[stored], strict=True)]
+        for stored in (False, True)
+    ]
     report(settings, [restart_of(kind, *sides) for kind in (SAME, MOVED)], as_json)
 
 
 def median_of(answers: Sequence[Answer]) -> Answer:
     """One prompt's answer, with its median time over the processes."""
-    return msgspec.structs.replace(answers[0], ttft_s=statistics.median(answer.ttft_s for answer in answers))
+    return msgspec.structs.replace(
+        answers[0], ttft_s=statistics.median(answer.ttft_s for answer in answers)
+    )
 
 
 @app.command(hidden=True)
 def process(
-    items: int = 2, seed: int = 0, model: Path = MODEL_DIR, dtype: str = "float32", store: Path | None = None,
+    items: int = 2, seed: int = 0, model: Path = MODEL_DIR, dtype: str = "float32",
+    store: Path | None = None,
     read: bool = False,
 ) -> None:  # fmt: skip
     """Read the prompts of phase 1, or answer them and those of phase 2, each from an empty pool."""
@@ -134,10 +166,14 @@ def process(
     moved = [(MOVED, p.segments, DEFAULT_POLICY) for item in everything for p in item.phase_2]
     with Engine(model, dtype=dtype, store=options) as engine:
         if not read:
-            engine.generate([Request(as_parts(same[0][1]), "full", ONE_TOKEN, "warm-up", remember=False)])
+            engine.generate(
+                [Request(as_parts(same[0][1]), "full", ONE_TOKEN, "warm-up", remember=False)]
+            )
         for kind, segments, policy in same if read else same + moved:
             engine.clear_cache()
-            request = Request(as_parts(segments), policy, SamplingParams(max_tokens=4), remember=read)
+            request = Request(
+                as_parts(segments), policy, SamplingParams(max_tokens=4), remember=read
+            )
             [result] = engine.generate([request])
             told, restored = result.report, 16 * result.report.counts["restored_blocks"]
             line = Answer(kind, told.prompt_tokens, restored, told.ttft_s, result.token_ids)
@@ -154,15 +190,22 @@ def run(arguments: Sequence[object]) -> list[Answer]:
 @app.command()
 def server(
     tokens: Annotated[int, typer.Option(help="Of a prompt.")] = 4096,
-    reuse: Annotated[float, typer.Option(help="Share of a prompt that the first server has read.")] = 0.9,
+    reuse: Annotated[
+        float, typer.Option(help="Share of a prompt that the first server has read.")
+    ] = 0.9,
     layers: Annotated[int, typer.Option(help="Of the random model.", min=1)] = 12,
     dtype: str = "float32",
-    rounds: Annotated[int, typer.Option(help="Prompts of each kind, after one that warms up.", min=1)] = 6,
-    threads: Annotated[int, typer.Option(help="CPU cores that each server's model runs on.")] = THREADS,
+    rounds: Annotated[
+        int, typer.Option(help="Prompts of each kind, after one that warms up.", min=1)
+    ] = 6,
+    threads: Annotated[
+        int, typer.Option(help="CPU cores that each server's model runs on.")
+    ] = THREADS,
     directory: DirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """One server reads documents and ends; one that has its store and one that has none answer prompts in turn."""
+    """One server reads documents and ends; one that has its store and one that has none answer
+    prompts in turn."""
     shape = Shape(tokens, reuse, 1)
     with TemporaryDirectory(dir=directory) as name:
         folder = Path(name)
@@ -180,15 +223,24 @@ def server(
         with start(options, *flags) as first:
             asyncio.run(read(first, [workload for _, workload in asks]))
         drop_page_cache(store)
-        with start(options) as plain, start(options, *flags) as ours, progress_bar(error_console, "prompts") as told:
+        with (
+            start(options) as plain,
+            start(options, *flags) as ours,
+            progress_bar(error_console, "prompts") as told,
+        ):
             sides = asyncio.run(ask_both(plain, ours, asks, told))
-        settings = configuration(layers, dtype, rounds) | {"block size": 32, "threads": threads, "reuse": reuse}
+        settings = configuration(layers, dtype, rounds) | {
+            "block size": 32,
+            "threads": threads,
+            "reuse": reuse,
+        }
         settings["page cache is dropped"] = drops(folder / "probe")
     report(settings, [restart_of(kind, *sides) for kind in (SAME, MOVED)], as_json)
 
 
 async def read(server: Server, workloads: Sequence[Sequence[Ask]]) -> None:
-    """Send the untimed requests; the last one again, since a server takes up what a prompt left in its next step."""
+    """Send the untimed requests; the last one again, since a server takes up what a prompt left in
+    its next step."""
     asks = [ask for workload in workloads for ask in workload if not ask.timed]
     async with Client(server.api) as client:
         with progress_bar(error_console, "reading") as on_progress:
@@ -209,7 +261,9 @@ async def ask_both(
                 await asyncio.sleep(SETTLE_S)
                 got = checked(await client.ask(ask))
                 text = got.text if kind == SAME else None
-                sides[client].append(Answer(kind, got.prompt_tokens, got.cached_tokens, got.ttft_s, text))
+                sides[client].append(
+                    Answer(kind, got.prompt_tokens, got.cached_tokens, got.ttft_s, text)
+                )
             on_progress(number + 1, len(asks))
         return [answers[2:] for answers in sides.values()]
 

@@ -1,11 +1,13 @@
-"""What a fleet adds to a request: RAG traffic over HTTP, to servers that only take time (`standin.py`).
+"""What a fleet adds to a request: RAG traffic over HTTP, to servers that only take time
+(`standin.py`).
 
-Everything but the servers is what `kvgraft fleet` runs. Half a mean gap after each prompt comes to the fleet it is sent
-straight to a server beside it, too: the difference, without what the servers have waited, is what the fleet adds. It
-says something about a fleet only where the servers, Ray and this client have cores of their own: some ten and one for
-each server.
+Everything but the servers is what `kvgraft fleet` runs. Half a mean gap after each prompt comes to
+the fleet it is sent straight to a server beside it, too: the difference, without what the servers
+have waited, is what the fleet adds. It says something about a fleet only where the servers, Ray and
+this client have cores of their own: some ten and one for each server.
 
-    python benchmarks/routing.py [--replicas 2,8 --tokens 1100,8000 --rate 40 --requests 500] [--json]
+    python benchmarks/routing.py [--replicas 2,8 --tokens 1100,8000 --rate 40 --requests 500]
+        [--json]
 """
 
 import asyncio
@@ -64,7 +66,8 @@ class Row:
     Attributes:
         routed: requests by what they were routed by.
         known: share of prompt tokens that the servers had read before.
-        both_p99_ms: of fingerprints and ranking together at most: each takes its P99.5 or less in all but .5 %.
+        both_p99_ms: of fingerprints and ranking together at most: each takes its P99.5 or less in
+            all but .5 %.
         fleet_ms, straight_ms: to the first byte, without what the server has waited.
         added_ms: the one minus the other, of each request; its mean too.
     """
@@ -86,7 +89,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Sent:
-    """Seconds to the first byte without what the server has waited, and how much of the prompt it knew."""
+    """Seconds to the first byte without what the server has waited, and how much of the prompt it
+    knew."""
 
     first_s: float
     prompt_tokens: int
@@ -95,7 +99,9 @@ class Sent:
 
 def main(
     replicas: Annotated[str, typer.Option(help="Servers of each fleet, by commas.")] = "2,8",
-    tokens: Annotated[str, typer.Option(help="Of a prompt, by commas: whole documents of 256.")] = "1100,8000",
+    tokens: Annotated[
+        str, typer.Option(help="Of a prompt, by commas: whole documents of 256.")
+    ] = "1100,8000",
     rate: Annotated[float, typer.Option(help="Requests a second (Poisson).")] = 40.0,
     requests: Annotated[int, typer.Option(help="Counted ones.")] = 500,
     warm_up: Annotated[int, typer.Option(help="Requests before these.")] = 100,
@@ -109,11 +115,24 @@ def main(
     """Measure fleets of stand-ins."""
     traffics = {
         length: make_traffic(
-            MODEL_DIR, requests, warm_up, rate, documents, 0.8, seed, max(1, round((length - 2 * AROUND) / DOCUMENT))
+            MODEL_DIR,
+            requests,
+            warm_up,
+            rate,
+            documents,
+            0.8,
+            seed,
+            max(1, round((length - 2 * AROUND) / DOCUMENT)),
         )
         for length in map(int, tokens.split(","))
     }
-    settings = {"rate": rate, "warm_up": warm_up, "documents": documents, "speed": speed, "ingresses": ingresses}
+    settings = {
+        "rate": rate,
+        "warm_up": warm_up,
+        "documents": documents,
+        "speed": speed,
+        "ingresses": ingresses,
+    }
     machine = configuration(ServerOptions(MODEL_DIR), MODEL_DIR.name)
     figures: dict[str, Any] = {**settings, "seed": seed, "pool": POOL}
     figures["machine"] = {name: machine[name] for name in ("cores", "cpu")}
@@ -121,12 +140,16 @@ def main(
     rows: list[Row] = []
     with running([*arguments, "1e12"], {}, program=STANDIN) as beside:
         for number in map(int, replicas.split(",")):
-            options = FleetOptions(arguments=[*arguments, str(speed)], replicas=number, ingresses=ingresses)
+            options = FleetOptions(
+                arguments=[*arguments, str(speed)], replicas=number, ingresses=ingresses
+            )
             with fleet(options) as url:
                 time.sleep(SETTLE_S)
                 for length, traffic in traffics.items():
                     with progress_bar(errors, f"{number} servers, {length} tokens") as on_progress:
-                        rows.append(asyncio.run(measure(url, beside.url, traffic, number, on_progress)))
+                        rows.append(
+                            asyncio.run(measure(url, beside.url, traffic, number, on_progress))
+                        )
                     figures["rows"] = [asdict(row) for row in rows]
                     if out is not None:
                         out.write_text(json.dumps(figures, indent=2) + "\n")
@@ -143,7 +166,9 @@ def fleet(options: FleetOptions) -> Iterator[str]:
         try:
             with errors.status(f"starting {options.replicas} servers"):
                 start_ray(options, HOST, port)
-                application = assemble(options, Keys(), ["stand-in"], EnvironmentCheck.here([]), STANDIN)
+                application = assemble(
+                    options, Keys(), ["stand-in"], EnvironmentCheck.here([]), STANDIN
+                )
                 serve.run(application, name=NAME, route_prefix="/")
             yield f"http://{HOST}:{port}"
         finally:
@@ -152,12 +177,19 @@ def fleet(options: FleetOptions) -> Iterator[str]:
 
 
 async def measure(
-    fleet: str, beside: str, traffic: Traffic, replicas: int, on_progress: Callable[[int, int], None]
+    fleet: str,
+    beside: str,
+    traffic: Traffic,
+    replicas: int,
+    on_progress: Callable[[int, int], None],
 ) -> Row:
-    """Send the traffic to the fleet and straight to the server beside it, and count what is no warm-up."""
+    """Send the traffic to the fleet and straight to the server beside it, and count what is no
+    warm-up."""
     half_gap = traffic.times[-1] / len(traffic.times) / 2
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120)) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=120)
+    ) as session:
 
         async def both(chosen: slice, done: int) -> list[list[Sent | None]]:
             begin = asyncio.get_running_loop().time() - traffic.times[done]
@@ -179,7 +211,9 @@ async def measure(
 
 async def ask(session: aiohttp.ClientSession, url: str, prompt: str, at: float) -> Sent | None:
     """Send a prompt when its time has come; None if it failed."""
-    body = json.dumps({"model": "stand-in", "prompt": prompt, "max_tokens": OUTPUT, "stream": True}).encode()
+    body = json.dumps(
+        {"model": "stand-in", "prompt": prompt, "max_tokens": OUTPUT, "stream": True}
+    ).encode()
     await asyncio.sleep(at - asyncio.get_running_loop().time())
     begun = time.perf_counter()
     try:
@@ -192,7 +226,9 @@ async def ask(session: aiohttp.ClientSession, url: str, prompt: str, at: float) 
         print(f"failed: {error!r}", file=sys.stderr)
         return None
     told = json.loads(first.removeprefix(b"data: "))
-    return Sent(seconds - told["waited_s"], told["usage"]["prompt_tokens"], told["usage"]["known_tokens"])
+    return Sent(
+        seconds - told["waited_s"], told["usage"]["prompt_tokens"], told["usage"]["known_tokens"]
+    )
 
 
 async def samples(session: aiohttp.ClientSession, url: str) -> list[Any]:
@@ -207,15 +243,24 @@ def counted_since(before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
     """Counters of a fleet, without what they were before."""
     values = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in before}
     return [
-        sample._replace(value=sample.value - values.get((sample.name, frozenset(sample.labels.items())), 0.0))
+        sample._replace(
+            value=sample.value - values.get((sample.name, frozenset(sample.labels.items())), 0.0)
+        )
         for sample in after
         if sample.name.startswith("kvgraft:fleet_")
     ]
 
 
-def row_of(replicas: int, through: Sequence[Sent | None], straight: Sequence[Sent | None], found: Sequence[Any]) -> Row:
+def row_of(
+    replicas: int,
+    through: Sequence[Sent | None],
+    straight: Sequence[Sent | None],
+    found: Sequence[Any],
+) -> Row:
     """Of requests to a fleet, and of the same ones sent straight."""
-    pairs = [(a, b) for a, b in zip(through, straight, strict=True) if a is not None and b is not None]
+    pairs = [
+        (a, b) for a, b in zip(through, straight, strict=True) if a is not None and b is not None
+    ]
     added = [1000 * (a.first_s - b.first_s) for a, b in pairs]
     parts = {}
     for part in ("fingerprints", "ranking"):
@@ -247,15 +292,25 @@ def show(rows: Sequence[Row]) -> None:
     """As tables."""
     heads = ("servers", "tokens", "requests", "failed", "by text", "known", "")
     routing = markdown_table([*heads, "mean", "P50", "P99 ms"], title="routing")
-    added = markdown_table([*heads[:3], "", "P50", "P95", "P99 ms"], title="to the first byte, servers' waits apart")
+    added = markdown_table(
+        [*heads[:3], "", "P50", "P95", "P99 ms"], title="to the first byte, servers' waits apart"
+    )
     for row in rows:
         size = (str(row.replicas), str(row.tokens), str(row.requests))
         by_text = row.routed.get("text", 0.0) / max(sum(row.routed.values()), 1.0)
         first = (*size, str(row.failed), f"{by_text:.3f}", f"{row.known:.3f}")
         for name, part in row.routing_ms.items():
-            routing.add_row(*first, name, *(f"{value:.2f}" for value in (part.mean, part.p50, part.p99)))
+            routing.add_row(
+                *first, name, *(f"{value:.2f}" for value in (part.mean, part.p50, part.p99))
+            )
         verdict = "met" if row.both_p99_ms <= GOAL_MS else "not shown"
-        routing.add_row(*first, "both", f"{row.both_mean_ms:.2f}", "", f"at most {row.both_p99_ms:.2f}: {verdict}")
+        routing.add_row(
+            *first,
+            "both",
+            f"{row.both_mean_ms:.2f}",
+            "",
+            f"at most {row.both_p99_ms:.2f}: {verdict}",
+        )
         named = {"fleet": row.fleet_ms, "straight": row.straight_ms, "added": row.added_ms}
         for name, spread in named.items():
             times = (spread.median, spread.p95, spread.p99)

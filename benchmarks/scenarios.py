@@ -1,4 +1,5 @@
-"""Plain vLLM and ours answer the same requests in turn: the ratios that KVGraft promises, and those of any workload."""
+"""Plain vLLM and ours answer the same requests in turn: the ratios that KVGraft promises, and those
+of any workload."""
 
 import asyncio
 import statistics
@@ -17,7 +18,8 @@ from load import Client, Outcome, Summary, drive
 from workload import Ask, Shape, arrivals, make_workload
 
 OnProgress = Callable[[int, int], object]
-SETTLE_S = 1.5  # vLLM's workers spin for a second after their last step, on the cores that the other server needs
+# vLLM's workers spin for a second after their last step, on the cores that the other server needs
+SETTLE_S = 1.5
 GPU_SETTLE_S = 0.3  # where there are cores for both
 STALL_WARM_UP_TOKENS = 5  # of every stream, before the first prompt is sent
 
@@ -44,7 +46,8 @@ class Scenario:
 
     @property
     def max_model_len(self) -> int:
-        """Room for a prompt and its answer, or for a stream that lasts as long as the prompts need."""
+        """Room for a prompt and its answer, or for a stream that lasts as long as the prompts
+        need."""
         return self.shape.tokens + 1024
 
 
@@ -57,7 +60,15 @@ PROMISED = {
         Scenario("nothing", Shape(1024, 0.0, 1), None, 24, "TTFT ours / plain", 1.02, at_most=True),
         Scenario("4k90", Shape(4096, 0.90, 1), None, 7, SOONER, 2.7, at_most=False),
         Scenario("8k98", Shape(8192, 0.98, 1), None, 5, SOONER, 5.0, at_most=False),
-        Scenario("interleaved", Shape(4096, 0.50, 1, interleaved=True), None, 7, SOONER, 1.0, at_most=False),
+        Scenario(
+            "interleaved",
+            Shape(4096, 0.50, 1, interleaved=True),
+            None,
+            7,
+            SOONER,
+            1.0,
+            at_most=False,
+        ),
         Scenario("stall", Shape(4096, 0.90, 1), None, 5, PAUSE, 1.3, True, streams=4, prompts=3),
         Scenario("sparsex-4k90", Shape(4096, 0.90, 1), SPARSEX_10, 7, SOONER, 2.7, at_most=False),
         Scenario("sparsex-8k98", Shape(8192, 0.98, 1), SPARSEX_05, 5, SOONER, 6.0, at_most=False),
@@ -66,13 +77,25 @@ PROMISED = {
 
 
 GRID = {  # without a promise: a length in thousands of tokens, and the share known, %
-    name: Scenario(name, Shape(thousands * 1024, share / 100, 1), None, 5, SOONER, 1.0, at_most=False)
+    name: Scenario(
+        name, Shape(thousands * 1024, share / 100, 1), None, 5, SOONER, 1.0, at_most=False
+    )
     for thousands in (8, 32)
     for share in (0, 50, 75, 90, 98)
     for name in [f"{thousands}k-{share}"]
 }
 STREAMS = {  # what running requests notice while others' prompts are read
-    name: Scenario(name, Shape(thousands * 1024, share / 100, 1), None, 5, PAUSE, 1.3, True, streams=8, prompts=2)
+    name: Scenario(
+        name,
+        Shape(thousands * 1024, share / 100, 1),
+        None,
+        5,
+        PAUSE,
+        1.3,
+        True,
+        streams=8,
+        prompts=2,
+    )
     for thousands in (8, 32)
     for share in (50, 90)
     for name in [f"streams-{thousands}k-{share}"]
@@ -84,7 +107,8 @@ FAMILIES: dict[str, dict[str, Any]] = {  # what random models have beside the sh
     "qwen3": {},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768},
     "gpt_oss": {
-        "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 768, "sliding_window": 128,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 768,
+        "sliding_window": 128,
         "tie_word_embeddings": False,
     },
     "gemma3_text": {"sliding_window": 512},
@@ -100,8 +124,8 @@ class Figure:
         plain_s, ours_s: seconds of every round.
         plain_cached, ours_grafted, ours_recomputed: shares of the prompt tokens.
         reasons: why prompts had nothing grafted, with their number.
-        plain_pauses_s, ours_pauses_s: percentiles 50, 95 and 99 of the pauses of streams while prompts are read, of all
-            rounds; empty without streams.
+        plain_pauses_s, ours_pauses_s: percentiles 50, 95 and 99 of the pauses of streams while
+            prompts are read, of all rounds; empty without streams.
     """
 
     name: str
@@ -128,8 +152,8 @@ class Figure:
 
 @dataclass(frozen=True)
 class Round:
-    """What one server did in one round: the seconds that the scenario is about, the outcomes of the prompts, the pauses
-    of streams meanwhile."""
+    """What one server did in one round: the seconds that the scenario is about, the outcomes of the
+    prompts, the pauses of streams meanwhile."""
 
     seconds: float
     outcomes: list[Outcome]
@@ -149,11 +173,17 @@ class Pair:
 
     @classmethod
     @asynccontextmanager
-    async def of(cls, plain: Server, ours: Server, kvgraft: Mapping[str, Any] | None) -> AsyncIterator["Pair"]:
-        """Clients whose answers all have their full length; `kvgraft` are the options of the requests to ours."""
+    async def of(
+        cls, plain: Server, ours: Server, kvgraft: Mapping[str, Any] | None
+    ) -> AsyncIterator["Pair"]:
+        """Clients whose answers all have their full length; `kvgraft` are the options of the
+        requests to ours."""
         exact = {"ignore_eos": True}
         options = {"kv_transfer_params": {"kvgraft": dict(kvgraft)}} if kvgraft else {}
-        async with Client(plain.api, extra=exact) as one, Client(ours.api, extra=exact | options) as two:
+        async with (
+            Client(plain.api, extra=exact) as one,
+            Client(ours.api, extra=exact | options) as two,
+        ):
             yield cls(one, two)
 
 
@@ -165,7 +195,8 @@ async def run_scenario(
     on_progress: OnProgress,
     settle_s: float = SETTLE_S,
 ) -> Figure:
-    """All rounds of a scenario; the documents are read once by both servers, every prompt is new to both.
+    """All rounds of a scenario; the documents are read once by both servers, every prompt is new to
+    both.
 
     Args:
         settle_s: seconds without a request before each server's turn.
@@ -195,7 +226,9 @@ async def _one_round(
     client: Client, scenario: Scenario, batch: Sequence[Ask], words: Sequence[str], seed: int
 ) -> Round:
     if scenario.streams:
-        streams = make_workload("rag", Shape(32, 0.0, scenario.max_model_len - 64), scenario.streams, words, seed)
+        streams = make_workload(
+            "rag", Shape(32, 0.0, scenario.max_model_len - 64), scenario.streams, words, seed
+        )
         pauses, outcomes = await pauses_of_streams(client, streams, batch)
         return Round(max(pauses, default=0.0), outcomes, pauses)
     outcome = checked(await client.ask(batch[0]))
@@ -205,15 +238,17 @@ async def _one_round(
 async def pauses_of_streams(
     client: Client, streams: Sequence[Ask], prompts: Sequence[Ask]
 ) -> tuple[list[float], list[Outcome]]:
-    """(all pauses in s between tokens of the streams while the prompts are read, the outcomes of the prompts).
+    """(all pauses in s between tokens of the streams while the prompts are read, the outcomes of
+    the prompts).
 
-    All prompts arrive at once when every stream is decoding. A stream that is over before they are read starts again;
-    all are cancelled then.
+    All prompts arrive at once when every stream is decoding. A stream that is over before they are
+    read starts again; all are cancelled then.
 
     Raises:
         RuntimeError: a request failed.
     """
-    times: list[list[list[float]]] = [[] for _ in streams]  # of each stream, each time it runs, each token
+    # of each stream, each time it runs, each token
+    times: list[list[list[float]]] = [[] for _ in streams]
     decoding = [asyncio.Event() for _ in streams]
 
     async def decode(number: int, ask: Ask) -> None:
@@ -242,7 +277,9 @@ async def pauses_of_streams(
     begin, end = min(o.start_s for o in outcomes), max(o.start_s + o.ttft_s for o in outcomes)
     for runs in times:
         runs[-1].append(max([*runs[-1], end]))  # a pause that lasts to the end counts
-    return [pause for runs in times for run in runs for pause in pauses_within(run, begin, end)], outcomes
+    return [
+        pause for runs in times for run in runs for pause in pauses_within(run, begin, end)
+    ], outcomes
 
 
 def pauses_within(times: Sequence[float], begin: float, end: float) -> list[float]:
@@ -268,7 +305,9 @@ async def compare_workloads(
     for number in range(rounds):
         asks = make_workload(kind, shape, count, words, seed + number)
         times = arrivals(count, rate, seed + number)
-        summaries = {c: Summary.of(await drive(c, asks, times, concurrency)) for c in pair.in_turn(number)}
+        summaries = {
+            c: Summary.of(await drive(c, asks, times, concurrency)) for c in pair.in_turn(number)
+        }
         results.append((summaries[pair.plain], summaries[pair.ours]))
         on_progress(number + 1, rounds)
     return results
@@ -308,7 +347,8 @@ def make_random_model(
         make_model(folder, layers, max_position, shape or SHAPE, family)
     else:
         model_config(layers, max_position, shape or SHAPE, family).save_pretrained(folder)
-    words = {"<unknown>": 0} | {f"w{i}": i for i in range(1, 4096)}  # vLLM refuses text by the length of the longest
+    # vLLM refuses text by the length of the longest
+    words = {"<unknown>": 0} | {f"w{i}": i for i in range(1, 4096)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
@@ -317,7 +357,10 @@ def make_random_model(
 def _figure(scenario: Scenario, plain: Sequence[Round], ours: Sequence[Round]) -> Figure:
     times, own_times = ([one.seconds for one in rounds] for rounds in (plain, ours))
     ratios = [b / a if scenario.at_most else a / b for a, b in zip(times, own_times, strict=True)]
-    theirs, own = (Summary.of([outcome for one in rounds for outcome in one.outcomes]) for rounds in (plain, ours))
+    theirs, own = (
+        Summary.of([outcome for one in rounds for outcome in one.outcomes])
+        for rounds in (plain, ours)
+    )
     return Figure(
         scenario.name, scenario.ratio, statistics.median(ratios), *bootstrap(ratios, of=np.median),
         scenario.target, scenario.at_most,

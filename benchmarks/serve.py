@@ -1,12 +1,15 @@
-"""A load generator for any OpenAI endpoint: RAG, chat and agent prompts of which a given share was read before.
+"""A load generator for any OpenAI endpoint: RAG, chat and agent prompts of which a given share was
+read before.
 
-It measures time to first token, the gaps between tokens, throughput and reuse: of one endpoint, or of plain vLLM and
-ours in turn.
+It measures time to first token, the gaps between tokens, throughput and reuse: of one endpoint, or
+of plain vLLM and ours in turn.
 
-    python benchmarks/serve.py --url http://127.0.0.1:8000/v1 --workload mixed --tokens 1024 --reuse 0.9 --rate 2
-    python benchmarks/serve.py --compare                    # starts both servers; --model DIR for a model of your own
-    python benchmarks/serve.py --scenario 4k90              # of the default policy; see --help; repeatable
-    python benchmarks/serve.py --device cuda --shape 8b --layers 32 --dtype bfloat16 --scenario 8k-90   # on one GPU
+    python benchmarks/serve.py --url http://127.0.0.1:8000/v1 --workload mixed --tokens 1024
+        --reuse 0.9 --rate 2
+    python benchmarks/serve.py --compare  # starts both servers; --model DIR for a model of your own
+    python benchmarks/serve.py --scenario 4k90  # of the default policy; see --help; repeatable
+    # on one GPU
+    python benchmarks/serve.py --device cuda --shape 8b --dtype bfloat16 --scenario 8k-90
 """
 
 import asyncio
@@ -49,7 +52,8 @@ errors = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Load:
-    """A workload and how it arrives; `rate` is in requests per second, 0 sends as fast as `concurrency` allows."""
+    """A workload and how it arrives; `rate` is in requests per second, 0 sends as fast as
+    `concurrency` allows."""
 
     kind: str
     shape: Shape
@@ -61,7 +65,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Pairing:
-    """What two servers are started for: a comparison under `load`, scenarios, or both; `rounds` 0 is each one's own."""
+    """What two servers are started for: a comparison under `load`, scenarios, or both; `rounds` 0
+    is each one's own."""
 
     load: Load
     compare: bool
@@ -78,34 +83,60 @@ class Pairing:
 
 
 def main(
-    url: Annotated[str | None, typer.Option(help="Base URL of the endpoint.", show_default=URL)] = None,
-    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Of the endpoint.")] = "none",
-    model: Annotated[str | None, typer.Option(help="Its name; with --compare or --scenario a directory.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Model directory.", show_default="/tokenize")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Base URL of the endpoint.", show_default=URL)
+    ] = None,
+    api_key: Annotated[
+        str, typer.Option(envvar="OPENAI_API_KEY", help="Of the endpoint.")
+    ] = "none",
+    model: Annotated[
+        str | None, typer.Option(help="Its name; with --compare or --scenario a directory.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Model directory.", show_default="/tokenize")
+    ] = None,
     workload: Annotated[str, typer.Option(help=", ".join(KINDS))] = "mixed",
     tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1024,
     reuse: Annotated[float, typer.Option(help="Share of a prompt that was read before.")] = 0.9,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 32,
     requests: Annotated[int, typer.Option(help="Number of timed requests.")] = 48,
-    rate: Annotated[float, typer.Option(help="Poisson arrivals per second; 0: as fast as they are served.")] = 0.0,
+    rate: Annotated[
+        float, typer.Option(help="Poisson arrivals per second; 0: as fast as they are served.")
+    ] = 0.0,
     concurrency: Annotated[int, typer.Option(help="Requests under way at most.")] = 4,
     seed: Annotated[int, typer.Option(help="Of texts and arrivals.")] = 0,
-    kvgraft: Annotated[str | None, typer.Option(help='Options of requests, as JSON: {"policy": "naive"}.')] = None,
+    kvgraft: Annotated[
+        str | None, typer.Option(help='Options of requests, as JSON: {"policy": "naive"}.')
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use /chat/completions.")] = False,
-    only_openai: Annotated[bool, typer.Option("--only-openai", help="Send no ignore_eos, which vLLM has.")] = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Start plain vLLM and ours; run them in turn.")] = False,
-    scenario: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SCENARIOS)} (repeatable).")] = None,
-    rounds: Annotated[int, typer.Option(help="Of --compare and --scenario.", show_default="their own")] = 0,
+    only_openai: Annotated[
+        bool, typer.Option("--only-openai", help="Send no ignore_eos, which vLLM has.")
+    ] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Start plain vLLM and ours; run them in turn.")
+    ] = False,
+    scenario: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(SCENARIOS)} (repeatable).")
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(help="Of --compare and --scenario.", show_default="their own")
+    ] = 0,
     dtype: Annotated[str, typer.Option(help="Of the servers started.")] = "float32",
     layers: Annotated[int, typer.Option(help="Of the random model used without --model.")] = 12,
     shape: Annotated[
         str, typer.Option(help=f"Of that model: {', '.join(SHAPES)}; vLLM makes up weights of 8b.")
     ] = "small",
     family: Annotated[str, typer.Option(help=f"Of that model: {', '.join(FAMILIES)}.")] = "qwen3",
-    device: Annotated[str, typer.Option(help=f"That both servers run on: {', '.join(DEVICES)}.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help=f"That both servers run on: {', '.join(DEVICES)}.")
+    ] = "cpu",
     compiled: Annotated[bool, typer.Option("--compiled", help="Without --enforce-eager.")] = False,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Of one step.", show_default="vLLM's")] = 0,
-    threads: Annotated[int, typer.Option(help="CPU cores that each server's model runs on.")] = THREADS,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Of one step.", show_default="vLLM's")
+    ] = 0,
+    threads: Annotated[
+        int, typer.Option(help="CPU cores that each server's model runs on.")
+    ] = THREADS,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Drive an endpoint, or compare plain vLLM with ours."""
@@ -113,9 +144,19 @@ def main(
     options = json.loads(kvgraft) if kvgraft else None
     console = Console(quiet=as_json)
     if compare or scenario:
-        _refuse("with --compare or --scenario", url=url, tokenizer=tokenizer, chat=chat, only_openai=only_openai)
+        _refuse(
+            "with --compare or --scenario",
+            url=url,
+            tokenizer=tokenizer,
+            chat=chat,
+            only_openai=only_openai,
+        )
         pairing = Pairing(load, compare, tuple(scenario or ()), rounds, options)
-        for name, value, known in (("family", family, FAMILIES), ("shape", shape, SHAPES), ("device", device, DEVICES)):
+        for name, value, known in (
+            ("family", family, FAMILIES),
+            ("shape", shape, SHAPES),
+            ("device", device, DEVICES),
+        ):
             if value not in known:
                 raise typer.BadParameter(f"--{name} {value!r} is not one of {', '.join(known)}")
         settings = ServerOptions(
@@ -123,15 +164,22 @@ def main(
             device=device, compiled=compiled, dummy_weights=model is None and shape != "small",
         )  # fmt: skip
         with _model(settings, layers, SHAPES[shape], family) as settings:
-            result = in_turn(pairing, settings, model or f"random, {shape}, {family}, {layers} layers", console)
+            result = in_turn(
+                pairing, settings, model or f"random, {shape}, {family}, {layers} layers", console
+            )
     else:
         _refuse(
-            "without --compare or --scenario", rounds=rounds, max_num_batched_tokens=max_num_batched_tokens,
+            "without --compare or --scenario", rounds=rounds,
+            max_num_batched_tokens=max_num_batched_tokens,
             compiled=compiled,
         )  # fmt: skip
         url, extra = url or URL, {"kv_transfer_params": {"kvgraft": options}} if options else {}
         client = Client(
-            url, api_key=api_key, model=model, chat=chat, extra=extra if only_openai else extra | {"ignore_eos": True}
+            url,
+            api_key=api_key,
+            model=model,
+            chat=chat,
+            extra=extra if only_openai else extra | {"ignore_eos": True},
         )
         result = alone(client, load, words_of(tokenizer, url, model, api_key), console)
     if as_json:
@@ -150,11 +198,19 @@ def alone(client: Client, load: Load, words: tuple[str, ...], console: Console) 
 
     summary = asyncio.run(run())
     console.print(f"{client.url}, {load}, {client.extra}", table_of({load.kind: summary}), sep="\n")
-    return {"url": client.url, "load": asdict(load), "extra": client.extra, "summary": asdict(summary)}
+    return {
+        "url": client.url,
+        "load": asdict(load),
+        "extra": client.extra,
+        "summary": asdict(summary),
+    }
 
 
-def in_turn(pairing: Pairing, settings: ServerOptions, name: str, console: Console) -> dict[str, Any]:
-    """Plain vLLM and ours; prints tables and lines as they come, and returns what `--json` shows."""
+def in_turn(
+    pairing: Pairing, settings: ServerOptions, name: str, console: Console
+) -> dict[str, Any]:
+    """Plain vLLM and ours; prints tables and lines as they come, and returns what `--json`
+    shows."""
     words = single_token_words(*local_tokenizer(settings.model))
     result: dict[str, Any] = {"configuration": configuration(settings, name)}
     console.print(", ".join(f"{key} {value}" for key, value in result["configuration"].items()))
@@ -162,7 +218,10 @@ def in_turn(pairing: Pairing, settings: ServerOptions, name: str, console: Conso
         if pairing.compare:
             rounds = asyncio.run(_compare(plain, ours, pairing, words))
             console.print(str(pairing.load), comparison_of(rounds), sep="\n")
-            result |= {"load": asdict(pairing.load), "rounds": [[asdict(one), asdict(two)] for one, two in rounds]}
+            result |= {
+                "load": asdict(pairing.load),
+                "rounds": [[asdict(one), asdict(two)] for one, two in rounds],
+            }
         settle_s = SETTLE_S if settings.device == "cpu" else GPU_SETTLE_S
         for scenario in pairing.scenarios:
             figure = asyncio.run(_scenario(plain, ours, scenario, pairing, words, settle_s))
@@ -178,7 +237,8 @@ async def _compare(
     async with Pair.of(plain, ours, pairing.kvgraft) as pair:
         with progress_bar(errors, load.kind) as on_progress:
             return await compare_workloads(
-                pair, load.kind, load.shape, words, count=load.requests, rate=load.rate, concurrency=load.concurrency,
+                pair, load.kind, load.shape, words, count=load.requests, rate=load.rate,
+                concurrency=load.concurrency,
                 rounds=pairing.rounds or ROUNDS, seed=load.seed, on_progress=on_progress,
             )  # fmt: skip
 
@@ -199,14 +259,18 @@ async def _scenario(
 
 
 @contextmanager
-def _model(settings: ServerOptions, layers: int, shape: Mapping[str, Any], family: str) -> Iterator[ServerOptions]:
+def _model(
+    settings: ServerOptions, layers: int, shape: Mapping[str, Any], family: str
+) -> Iterator[ServerOptions]:
     """The settings with a model: the one given, or a random one that is gone afterwards."""
     if settings.model.name:
         yield settings
         return
     with TemporaryDirectory() as folder:
         sizes, weights = {**shape, **FAMILIES[family]}, not settings.dummy_weights
-        make_random_model(Path(folder), layers, settings.max_model_len, sizes, family, weights=weights)
+        make_random_model(
+            Path(folder), layers, settings.max_model_len, sizes, family, weights=weights
+        )
         yield replace(settings, model=Path(folder))
 
 

@@ -1,11 +1,12 @@
-"""Sessions that have the shape of recorded agent traffic: a history that grows, documents that come back in another
-order, edits, tool results, and a summary in the place of the oldest turns.
+"""Sessions that have the shape of recorded agent traffic: a history that grows, documents that come
+back in another order, edits, tool results, and a summary in the place of the oldest turns.
 
-    python benchmarks/sessions.py --out sessions.jsonl          # 8 sessions of 9 turns, prompts of 20K tokens and more
+    # 8 sessions of 9 turns, prompts of 20K tokens and more
+    python benchmarks/sessions.py --out sessions.jsonl
     python benchmarks/sessions.py --kind append_only --scale 0.1 --completions --out chat.jsonl
 
-Each line is `{"session": ..., "timestamp": ..., "body": {...}}`, a body an OpenAI request. The default sizes are those
-of 32 recorded sessions of an agent that answers questions from documents.
+Each line is `{"session": ..., "timestamp": ..., "body": {...}}`, a body an OpenAI request. The
+default sizes are those of 32 recorded sessions of an agent that answers questions from documents.
 """
 
 import json
@@ -27,14 +28,17 @@ from workload import single_token_words
 
 KINDS = ("reordered", "append_only", "novel", "mixed")
 NUM_TOOLS = 8
-SPREAD = 0.7  # of the logarithm of a document's length: a quarter of them is under .6, a quarter over 1.6 of the median
+# of the logarithm of a document's length: a quarter of them is under .6, a quarter over 1.6 of the
+# median
+SPREAD = 0.7
 EDITED_WORDS = 0.03  # of a document that is edited
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class SessionShape:
-    """How large sessions are. Sizes are in words, each about a token, `_share`s of turns or documents in [0, 1].
+    """How large sessions are. Sizes are in words, each about a token, `_share`s of turns or
+    documents in [0, 1].
 
     Attributes:
         turns: questions of a session; a tool call or a summary is a further request.
@@ -44,7 +48,8 @@ class SessionShape:
         edited_share: of these, those that have changed since.
         tool_share: of turns that call a tool before they are answered.
         context_tokens: a longer history is summarised.
-        corpus: documents that all sessions draw from; the n-th is drawn 1 / n**zipf as often as the first.
+        corpus: documents that all sessions draw from; the n-th is drawn 1 / n**zipf as often as the
+            first.
 
     Raises:
         ValueError: a value out of its range.
@@ -75,16 +80,23 @@ class SessionShape:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.corpus < 2 * self.documents * self.turns:
             needed = 2 * self.documents * self.turns
-            raise ValueError(f"corpus must be at least {needed}, 2 x documents x turns, got {self.corpus}")
+            raise ValueError(
+                f"corpus must be at least {needed}, 2 x documents x turns, got {self.corpus}"
+            )
 
     def scaled(self, factor: float) -> "SessionShape":
         """The same shape with all numbers of tokens times `factor`."""
-        sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.name.endswith("_tokens")}
+        sizes = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name.endswith("_tokens")
+        }
         return replace(self, **{name: max(1, round(size * factor)) for name, size in sizes.items()})
 
 
 class Corpus:
-    """What all sessions have in common: how they open, and documents, of which the first are asked for most."""
+    """What all sessions have in common: how they open, and documents, of which the first are asked
+    for most."""
 
     def __init__(self, shape: SessionShape, words: Sequence[str], seed: object) -> None:
         self._shape, self._words, self._seed = shape, words, seed
@@ -93,7 +105,9 @@ class Corpus:
 
     def draw(self, rng: Random, seen: Sequence[int]) -> int:
         """The number of a document that is not among those seen."""
-        while (number := rng.choices(range(self._shape.corpus), cum_weights=self._weights)[0]) in seen:
+        while (
+            number := rng.choices(range(self._shape.corpus), cum_weights=self._weights)[0]
+        ) in seen:
             pass
         return number
 
@@ -102,7 +116,9 @@ class Corpus:
         return document(Random(f"{self._seed} document {number}"), self._shape, self._words)
 
 
-def opening(rng: Random, shape: SessionShape, words: Sequence[str]) -> tuple[Message, list[dict[str, Any]]]:
+def opening(
+    rng: Random, shape: SessionShape, words: Sequence[str]
+) -> tuple[Message, list[dict[str, Any]]]:
     """(system prompt, tools) of an agent."""
     query = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
     length = max(1, shape.tools_tokens // NUM_TOOLS)
@@ -119,10 +135,13 @@ def document(rng: Random, shape: SessionShape, words: Sequence[str]) -> list[str
     return rng.choices(words, k=max(2, round(shape.document_tokens * exp(rng.gauss(0, SPREAD)))))
 
 
-def make_sessions(kind: str, shape: SessionShape, count: int, words: Sequence[str], seed: object) -> list[Session]:
+def make_sessions(
+    kind: str, shape: SessionShape, count: int, words: Sequence[str], seed: object
+) -> list[Session]:
     """`count` sessions: equal arguments give equal text. `mixed` is one of each kind in turn.
 
-    Timestamps are seconds; a session starts every 5 s on average, and its next request comes 10 s after the last one.
+    Timestamps are seconds; a session starts every 5 s on average, and its next request comes 10 s
+    after the last one.
 
     Raises:
         ValueError: an unknown kind.
@@ -146,7 +165,9 @@ def make_sessions(kind: str, shape: SessionShape, count: int, words: Sequence[st
 class SessionAuthor:
     """Writes the requests of one session of a kind other than `mixed`."""
 
-    def __init__(self, kind: str, shape: SessionShape, words: Sequence[str], corpus: Corpus, rng: Random) -> None:
+    def __init__(
+        self, kind: str, shape: SessionShape, words: Sequence[str], corpus: Corpus, rng: Random
+    ) -> None:
         self.kind, self.shape, self.words, self.corpus, self.rng = kind, shape, words, corpus, rng
         self.history: list[Message] = []  # behind the system prompt
         self.seen: dict[int, list[str]] = {}  # documents by number, as the session knows them now
@@ -167,22 +188,35 @@ class SessionAuthor:
             if self.tools and self.rng.random() < self.shape.tool_share:
                 self._call_tool(turn)
                 yield self._body()
-            self.history.append({"role": "assistant", "content": self._fresh(self.shape.answer_tokens)})
+            self.history.append(
+                {"role": "assistant", "content": self._fresh(self.shape.answer_tokens)}
+            )
 
     def _body(self) -> Body:
-        body = {"model": "any", "messages": [self.system, *self.history], "max_tokens": self.shape.answer_tokens}
+        body = {
+            "model": "any",
+            "messages": [self.system, *self.history],
+            "max_tokens": self.shape.answer_tokens,
+        }
         return body | ({"tools": self.tools} if self.tools else {})
 
     def _ask(self) -> str:
         """The documents of a turn and a question about them."""
         count = self.rng.randint(-(-self.shape.documents // 2), self.shape.documents * 3 // 2)
-        texts = self._retrieved(count) if self.kind == "reordered" else [self._new_text() for _ in range(count)]
+        texts = (
+            self._retrieved(count)
+            if self.kind == "reordered"
+            else [self._new_text() for _ in range(count)]
+        )
         headed = [f"doc {number} :\n{' '.join(text)}" for number, text in enumerate(texts, 10)]
         return "\n\n".join([*headed, self._fresh(self.shape.question_tokens)])
 
     def _retrieved(self, count: int) -> list[list[str]]:
-        """Known documents, some of them edited, and documents new to the session, in random order."""
-        num_known = min(sum(self.rng.random() < self.shape.known_share for _ in range(count)), len(self.seen))
+        """Known documents, some of them edited, and documents new to the session, in random
+        order."""
+        num_known = min(
+            sum(self.rng.random() < self.shape.known_share for _ in range(count)), len(self.seen)
+        )
         known = self.rng.sample(list(self.seen), num_known)
         for number in known:
             if self.rng.random() < self.shape.edited_share:
@@ -208,13 +242,22 @@ class SessionAuthor:
     def _call_tool(self, turn: int) -> None:
         name = self.tools[self.rng.randrange(len(self.tools))]["function"]["name"]
         arguments = json.dumps({"query": self._fresh(self.shape.question_tokens)})
-        call = {"id": f"call-{turn}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        call = {
+            "id": f"call-{turn}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
         thought = self._fresh(self.shape.question_tokens)
-        result = {"role": "tool", "tool_call_id": f"call-{turn}", "content": self._fresh(self.shape.tool_tokens)}
+        result = {
+            "role": "tool",
+            "tool_call_id": f"call-{turn}",
+            "content": self._fresh(self.shape.tool_tokens),
+        }
         self.history += [{"role": "assistant", "content": thought, "tool_calls": [call]}, result]
 
     def _too_old(self) -> list[Message]:
-        """What to summarise: if the history is too long, all of it before the last exchange and the new question."""
+        """What to summarise: if the history is too long, all of it before the last exchange and the
+        new question."""
         if len(text_of_body(self._body()).split()) <= self.shape.context_tokens:
             return []
         asked = [place for place, message in enumerate(self.history) if message["role"] == "user"]
@@ -222,7 +265,10 @@ class SessionAuthor:
 
     def _summary_request(self, old: Sequence[Message]) -> Body:
         """Another system prompt, no tools, and the oldest messages as text."""
-        instruction: Message = {"role": "system", "content": self._fresh(self.shape.question_tokens * 4)}
+        instruction: Message = {
+            "role": "system",
+            "content": self._fresh(self.shape.question_tokens * 4),
+        }
         messages = [instruction, {"role": "user", "content": text_of_body({"messages": old})}]
         return {"model": "any", "messages": messages, "max_tokens": self.shape.summary_tokens}
 
@@ -232,35 +278,54 @@ class SessionAuthor:
 
 def as_completions(sessions: Sequence[Session]) -> list[Session]:
     """The same sessions with the text of each body as a completion prompt."""
-    return [replace(session, turns=tuple(map(_as_completion, session.turns))) for session in sessions]
+    return [
+        replace(session, turns=tuple(map(_as_completion, session.turns))) for session in sessions
+    ]
 
 
 def _as_completion(turn: Turn) -> Turn:
-    body = {"model": turn.body["model"], "prompt": text_of_body(turn.body), "max_tokens": turn.body["max_tokens"]}
+    body = {
+        "model": turn.body["model"],
+        "prompt": text_of_body(turn.body),
+        "max_tokens": turn.body["max_tokens"],
+    }
     return replace(turn, body=body)
 
 
 def bundled_words() -> tuple[str, ...]:
-    """The bundled model's words of letters: a token there, a piece where text is hashed, and few tokens elsewhere."""
+    """The bundled model's words of letters: a token there, a piece where text is hashed, and few
+    tokens elsewhere."""
     return tuple(word for word in single_token_words(*local_tokenizer(MODEL_DIR)) if word.isalpha())
 
 
 def main(
-    out: Annotated[Path | None, typer.Option(help="JSONL file to write.", show_default="standard output")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSONL file to write.", show_default="standard output")
+    ] = None,
     kind: Annotated[str, typer.Option(help=", ".join(KINDS))] = "reordered",
     sessions: Annotated[int, typer.Option(min=1, help="Number of sessions.")] = 8,
     turns: Annotated[int, typer.Option(help="Questions of a session.")] = SessionShape.turns,
     documents: Annotated[int, typer.Option(help="In a turn.")] = SessionShape.documents,
-    document_tokens: Annotated[int, typer.Option(help="Median length of one.")] = SessionShape.document_tokens,
-    corpus: Annotated[int, typer.Option(help="Documents that all sessions draw from.")] = SessionShape.corpus,
+    document_tokens: Annotated[
+        int, typer.Option(help="Median length of one.")
+    ] = SessionShape.document_tokens,
+    corpus: Annotated[
+        int, typer.Option(help="Documents that all sessions draw from.")
+    ] = SessionShape.corpus,
     scale: Annotated[float, typer.Option(help="All numbers of tokens times this.")] = 1.0,
-    completions: Annotated[bool, typer.Option("--completions", help="Prompts instead of messages.")] = False,
-    model: Annotated[Path | None, typer.Option(help="Whose words to use.", show_default="the bundled one")] = None,
+    completions: Annotated[
+        bool, typer.Option("--completions", help="Prompts instead of messages.")
+    ] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="Whose words to use.", show_default="the bundled one")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of everything.")] = 0,
 ) -> None:
     """Write sessions of OpenAI requests."""
     try:
-        shape = SessionShape(turns=turns, documents=documents, document_tokens=document_tokens, corpus=corpus)
+        shape = SessionShape(
+            turns=turns, documents=documents, document_tokens=document_tokens, corpus=corpus
+        )
         words = single_token_words(*local_tokenizer(model)) if model else bundled_words()
         made = make_sessions(kind, shape.scaled(scale), sessions, words, seed)
     except ValueError as error:

@@ -1,12 +1,14 @@
-"""What a tier that machines share costs prompts when the place fails them: down, slow or corrupt, against no such tier.
+"""What a tier that machines share costs prompts when the place fails them: down, slow or corrupt,
+against no such tier.
 
-    python benchmarks/shared_tier.py [--tokens 1024] [--rounds 20] [--out docs/results/shared_tier.json]
+    python benchmarks/shared_tier.py [--tokens 1024] [--rounds 20]
+        [--out docs/results/shared_tier.json]
 
-A Redis server is started for each way to fail, and an engine with a store in host memory answers a new prompt in turn
-above each tier: its text was never read ("new"), or another machine has read it and told so ("told"), and the place
-then fails. So a prompt that was told waits for the place, until it is left alone. Behind a proxy every answer of the
-slow server comes two seconds late; the data of the corrupt one is changed. Paired ratios of times to the first token.
-"""
+A Redis server is started for each way to fail, and an engine with a store in host memory answers a
+new prompt in turn above each tier: its text was never read ("new"), or another machine has read it
+and told so ("told"), and the place then fails. So a prompt that was told waits for the place, until
+it is left alone. Behind a proxy every answer of the slow server comes two seconds late; the data of
+the corrupt one is changed. Paired ratios of times to the first token."""
 
 import json
 import shutil
@@ -58,8 +60,8 @@ console, error_console = Console(), Console(stderr=True)
 
 @dataclass(frozen=True)
 class Row:
-    """Prompts above a tier: median and longest time to the first token, median ratio to no shared tier, its bounds
-    (95 %), and what the tier counted."""
+    """Prompts above a tier: median and longest time to the first token, median ratio to no shared
+    tier, its bounds (95 %), and what the tier counted."""
 
     prompts: str
     tier: str
@@ -78,7 +80,11 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Write the figures into this file, too.")] = None,
 ) -> None:
     """Times to the first token, in one process, in turn."""
-    with tempfile.TemporaryDirectory() as name, progress_bar(error_console, "prompts") as on_progress, ExitStack() as s:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        progress_bar(error_console, "prompts") as on_progress,
+        ExitStack() as s,
+    ):
         make_model(Path(name) / "model", layers, tokens + 2 * NEW_TOKENS)
         engine = make_engine(Path(name) / "model", "float32", tokens)
         prompts = {number: make_prompt(number, tokens) for number in range(2 * (rounds + 1))}
@@ -96,18 +102,29 @@ def main(
             now = {side: store.counts for side, store in stores.items()}
             grown |= {(kind, side): now[side] - counts[side] for side in SIDES}
             counts = now
-    settings = configuration(layers, "float32", rounds) | {"tokens": tokens, "timeout, s": TIMEOUT_S}
-    rows = [row_of(kind, side, seconds, grown[kind, side]) for kind in ("new", "told") for side in SIDES]
+    settings = configuration(layers, "float32", rounds) | {
+        "tokens": tokens,
+        "timeout, s": TIMEOUT_S,
+    }
+    rows = [
+        row_of(kind, side, seconds, grown[kind, side]) for kind in ("new", "told") for side in SIDES
+    ]
     report({**settings, "answers of the slow server, s late": DELAY_S}, rows, out)
 
 
 def make_prompt(number: int, tokens: int) -> list[int]:
     """A text of its own, and something behind it."""
-    return np.random.default_rng(number).integers(1, VOCABULARY, tokens // 16 * 16 + NEW_TOKENS).tolist()
+    return (
+        np.random.default_rng(number)
+        .integers(1, VOCABULARY, tokens // 16 * 16 + NEW_TOKENS)
+        .tolist()
+    )
 
 
 @contextmanager
-def side_of(side: str, engine: Engine, told: list[list[int]], folder: Path) -> Iterator[SegmentStore]:
+def side_of(
+    side: str, engine: Engine, told: list[list[int]], folder: Path
+) -> Iterator[SegmentStore]:
     """A store above a place that holds the prompts which are told, and that fails from now on."""
     if side == NONE:
         with closing(open_store(engine, None)) as store:
@@ -119,7 +136,11 @@ def side_of(side: str, engine: Engine, told: list[list[int]], folder: Path) -> I
             for prompt in told:
                 answer(engine, prompt, "full", tiers_of(engine, writer), remember=True)
                 writer.flush()
-        url, late = stack.enter_context(proxy(path)) if side == SLOW else (f"unix://{path}", threading.Event())
+        url, late = (
+            stack.enter_context(proxy(path))
+            if side == SLOW
+            else (f"unix://{path}", threading.Event())
+        )
         store = stack.enter_context(closing(open_store(engine, url)))
         require_equal(len(store), len(writer), f"{side}: chunks that are told")
         late.set()
@@ -145,7 +166,17 @@ def redis_server(path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """A server on a socket."""
     if (program := shutil.which("redis-server") or shutil.which("valkey-server")) is None:
         raise FileNotFoundError("redis-server is not installed")
-    command = [program, "--port", "0", "--unixsocket", str(path), "--save", "", "--appendonly", "no"]
+    command = [
+        program,
+        "--port",
+        "0",
+        "--unixsocket",
+        str(path),
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         while not path.exists():
@@ -177,8 +208,12 @@ def proxy(server: Path) -> Iterator[tuple[str, threading.Event]]:
                 client, _ = listening.accept()
                 to = socket.socket(socket.AF_UNIX)
                 to.connect(str(server))
-                threading.Thread(target=pass_on, args=(client, to), kwargs={"answers": False}, daemon=True).start()
-                threading.Thread(target=pass_on, args=(to, client), kwargs={"answers": True}, daemon=True).start()
+                threading.Thread(
+                    target=pass_on, args=(client, to), kwargs={"answers": False}, daemon=True
+                ).start()
+                threading.Thread(
+                    target=pass_on, args=(to, client), kwargs={"answers": True}, daemon=True
+                ).start()
 
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
@@ -187,7 +222,9 @@ def proxy(server: Path) -> Iterator[tuple[str, threading.Event]]:
         yield f"unix://{path}", late
 
 
-def ask_all(engine: Engine, stores: dict[str, SegmentStore], prompt: list[int], number: int) -> dict[str, float]:
+def ask_all(
+    engine: Engine, stores: dict[str, SegmentStore], prompt: list[int], number: int
+) -> dict[str, float]:
     """Seconds to the first token above every store, each time from an empty pool."""
     found, tokens = {}, []
     for side in turned([*stores], number):
@@ -200,26 +237,34 @@ def ask_all(engine: Engine, stores: dict[str, SegmentStore], prompt: list[int], 
     return found
 
 
-def row_of(kind: str, side: str, seconds: dict[tuple[str, str], list[float]], counts: dict[str, int]) -> Row:
+def row_of(
+    kind: str, side: str, seconds: dict[tuple[str, str], list[float]], counts: dict[str, int]
+) -> Row:
     plain, mine = seconds[kind, NONE][1:], seconds[kind, side][1:]
     ratios = [b / a for a, b in zip(plain, mine, strict=True)]
     low, high = bootstrap(ratios, of=np.median) if len(ratios) > 1 else (ratios[0], ratios[0])
     shared = {name: count for name, count in sorted(counts.items()) if name.startswith("shared_")}
     return Row(
-        kind, side, 1e3 * statistics.median(mine), 1e3 * max(seconds[kind, side]), statistics.median(ratios), low, high,
+        kind, side, 1e3 * statistics.median(mine), 1e3 * max(seconds[kind, side]),
+        statistics.median(ratios), low, high,
         shared,
     )  # fmt: skip
 
 
 def report(settings: dict[str, object], rows: list[Row], out: Path | None) -> None:
     if out is not None:
-        out.write_text(json.dumps({"configuration": settings, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        out.write_text(
+            json.dumps({"configuration": settings, "rows": [asdict(row) for row in rows]}, indent=1)
+            + "\n"
+        )
     console.print(line_of_settings(settings))
     names = [name.replace("_", " ") for name in asdict(rows[0])]
     table = markdown_table(names, ["prompts", "tier", "counts"], "")
     for row in rows:
         *cells, counts = asdict(row).values()
-        said = ", ".join(f"{name.removeprefix('shared_')} {count}" for name, count in counts.items())
+        said = ", ".join(
+            f"{name.removeprefix('shared_')} {count}" for name, count in counts.items()
+        )
         table.add_row(*map(as_text, cells), said or "-")
     console.print(table)
 

@@ -1,4 +1,5 @@
-"""Near-duplicate matching: precision and recall against labelled edits, and the cost of a lookup among many segments.
+"""Near-duplicate matching: precision and recall against labelled edits, and the cost of a lookup
+among many segments.
 
 python benchmarks/similar.py accuracy [--seed 1000] [--plot docs/results/similar.png]
 OMP_NUM_THREADS=1 python benchmarks/similar.py lookup --segments 1000000
@@ -45,8 +46,8 @@ class Accuracy:
         proposed: pairs of segments that LSH, tau and length let through.
         right: those of them that are the same text, edited; `precision` is their share.
         recall: share of the edited copies of which a segment was proposed rightly.
-        chunks, exact, similar: share of the unedited tokens that were found by whole chunks of 256 tokens, by identical
-            runs at any offset, and with near-duplicates besides.
+        chunks, exact, similar: share of the unedited tokens that were found by whole chunks of 256
+            tokens, by identical runs at any offset, and with near-duplicates besides.
     """
 
     tau: float
@@ -69,7 +70,9 @@ class Library:
 
     def __init__(self, known: list[np.ndarray], options: Similarity) -> None:
         self.known = known
-        self.blocks = VirtualBlockIndex(BLOCK, lambda pages, versions: np.ones(len(pages), bool), max_sources=64)
+        self.blocks = VirtualBlockIndex(
+            BLOCK, lambda pages, versions: np.ones(len(pages), bool), max_sources=64
+        )
         self.index = SimilarIndex(self.blocks, options)
         for source, tokens in enumerate(known):
             self.read(source, tokens)
@@ -77,7 +80,9 @@ class Library:
     def read(self, source: int, tokens: np.ndarray) -> None:
         count = len(tokens) // BLOCK
         pages, whole = source * count + np.arange(count), tokens[: count * BLOCK]
-        ids = self.blocks.insert(whole, pages, np.ones(count), source=source, source_start=0, scope=SCOPE)
+        ids = self.blocks.insert(
+            whole, pages, np.ones(count), source=source, source_start=0, scope=SCOPE
+        )
         self.index.insert(ids, SCOPE)
 
     def judge(self, copies: dict[int, Edited]) -> dict[str, float]:
@@ -85,11 +90,19 @@ class Library:
         right = proposed = found = unedited = chunks = exact = similar = 0
         for source, copy in copies.items():
             verdicts = list(self._verdicts(source, copy))
-            right, proposed, found = right + sum(verdicts), proposed + len(verdicts), found + any(verdicts)
+            right, proposed, found = (
+                right + sum(verdicts),
+                proposed + len(verdicts),
+                found + any(verdicts),
+            )
             unedited += int((copy.origin >= 0).sum())
             exact += sum(match.length for match in self.blocks.match(copy.tokens, SCOPE))
             similar += sum(match.length for match in self.index.match(copy.tokens, SCOPE))
-            chunks += sum(CHUNK for at in range(0, len(copy.tokens) - CHUNK + 1, CHUNK) if self._is_chunk(copy, at))
+            chunks += sum(
+                CHUNK
+                for at in range(0, len(copy.tokens) - CHUNK + 1, CHUNK)
+                if self._is_chunk(copy, at)
+            )
         return {
             "proposed": proposed,
             "right": right,
@@ -114,10 +127,16 @@ class Library:
 
 @app.command()
 def accuracy(
-    seed: Annotated[int, typer.Option(help="Of texts and edits; 1000 and above is for evaluation.")] = 0,
-    num_texts: Annotated[int, typer.Option("--texts", min=2, help="Known texts; half of them are edited.")] = 80,
+    seed: Annotated[
+        int, typer.Option(help="Of texts and edits; 1000 and above is for evaluation.")
+    ] = 0,
+    num_texts: Annotated[
+        int, typer.Option("--texts", min=2, help="Known texts; half of them are edited.")
+    ] = 80,
     tokens: Annotated[int, typer.Option(min=CHUNK, help="Of a text.")] = 2 * CHUNK,
-    window: Annotated[int, typer.Option(min=16, help="Of the overlapping windows.")] = Similarity.window_tokens,
+    window: Annotated[
+        int, typer.Option(min=16, help="Of the overlapping windows.")
+    ] = Similarity.window_tokens,
     plot: Annotated[Path | None, typer.Option(help="Where precision and recall are drawn.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -127,25 +146,41 @@ def accuracy(
         library = Library(known, Similarity(tau=tau, window_tokens=window))
         for rate, kind in product(RATES, KINDS):
             copies = {
-                source: edit(known[source], rate, kind, seed * 1_000_003 + source) for source in range(num_texts // 2)
+                source: edit(known[source], rate, kind, seed * 1_000_003 + source)
+                for source in range(num_texts // 2)
             }
             rows.append(Accuracy(tau, rate, kind, **library.judge(copies)))  # type: ignore[arg-type]
     if plot is not None:
         draw(rows, plot)
-    configuration = {"seed": seed, "texts": num_texts, "tokens": tokens, "window": window, "block": BLOCK}
+    configuration = {
+        "seed": seed,
+        "texts": num_texts,
+        "tokens": tokens,
+        "window": window,
+        "block": BLOCK,
+    }
     if as_json:
-        print(json.dumps({"configuration": configuration, "results": [asdict(row) for row in rows]}, indent=1))
+        print(
+            json.dumps(
+                {"configuration": configuration, "results": [asdict(row) for row in rows]}, indent=1
+            )
+        )
         return
     console.print(line_of_settings(configuration))
-    table = Table("tau", "edited", "kind", "proposed", "precision", "recall", "chunks", "exact", "similar")
+    table = Table(
+        "tau", "edited", "kind", "proposed", "precision", "recall", "chunks", "exact", "similar"
+    )
     for row in rows:
         shown = (f"{value:.3f}" for value in (row.recall, row.chunks, row.exact, row.similar))
-        table.add_row(f"{row.tau}", f"{row.rate:.1%}", row.kind, f"{row.proposed}", row.precision, *shown)
+        table.add_row(
+            f"{row.tau}", f"{row.rate:.1%}", row.kind, f"{row.proposed}", row.precision, *shown
+        )
     console.print(table)
 
 
 def draw(rows: list[Accuracy], path: Path) -> None:
-    """Precision and recall over tau, and what is found of the unedited tokens, for each share of edits."""
+    """Precision and recall over tau, and what is found of the unedited tokens, for each share of
+    edits."""
     from matplotlib import pyplot as plt
 
     from kvgraft.evaluate.plots import COLOURS, STYLE
@@ -155,16 +190,23 @@ def draw(rows: list[Accuracy], path: Path) -> None:
         for number, rate in enumerate(RATES):
             at = [[row for row in rows if (row.tau, row.rate) == (tau, rate)] for tau in TAUS]
             curves = (
-                [sum(row.right for row in group) / (sum(row.proposed for row in group) or np.nan) for group in at],
+                [
+                    sum(row.right for row in group) / (sum(row.proposed for row in group) or np.nan)
+                    for group in at
+                ],
                 [np.mean([row.recall for row in group]) for group in at],
                 [np.mean([row.similar for row in group]) for group in at],
             )
             for axis, values in zip(axes, curves, strict=True):
-                axis.plot(TAUS, values, marker="o", color=COLOURS[number], label=f"{rate:.1%} edited")
+                axis.plot(
+                    TAUS, values, marker="o", color=COLOURS[number], label=f"{rate:.1%} edited"
+                )
             exact = np.mean([row.exact for group in at for row in group])
             axes[2].axhline(exact, color=COLOURS[number], linestyle=":", linewidth=1)
         for axis, title in zip(
-            axes, ("precision of proposals", "copies proposed", "unedited tokens found (dotted: exact)"), strict=True
+            axes,
+            ("precision of proposals", "copies proposed", "unedited tokens found (dotted: exact)"),
+            strict=True,
         ):
             axis.set_xlabel("tau")
             axis.set_title(title, fontsize=10)
@@ -175,12 +217,15 @@ def draw(rows: list[Accuracy], path: Path) -> None:
 
 @app.command()
 def field(
-    seed: Annotated[int, typer.Option(help="Of texts and edits; 1000 and above is for evaluation.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of texts and edits; 1000 and above is for evaluation.")
+    ] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="Prompts.")] = 20,
     rate: Annotated[float, typer.Option(help="Share of the tokens that is edited.")] = 0.005,
     as_json: JsonOption = False,
 ) -> None:
-    """Eight chunks of 256 tokens in another order, seven tokens off, slightly edited: of how many is most found?"""
+    """Eight chunks of 256 tokens in another order, seven tokens off, slightly edited: of how many
+    is most found?"""
     found: dict[str, list[int]] = {"whole chunks": [], "exact": [], "similar": []}
     for number in track(range(rounds), "matching", console=Console(stderr=True), transient=True):
         known = texts(1000 * seed + number, 8, CHUNK)
@@ -197,9 +242,17 @@ def field(
             found[name].append(sum(int(part.mean() >= 0.9) for part in parts))
     means = {name: float(np.mean(counts)) for name, counts in found.items()}
     if as_json:
-        print(json.dumps({"configuration": {"seed": seed, "rounds": rounds, "edited": rate}, "found": found}, indent=1))
+        print(
+            json.dumps(
+                {"configuration": {"seed": seed, "rounds": rounds, "edited": rate}, "found": found},
+                indent=1,
+            )
+        )
         return
-    console.print(f"seed {seed}, {rounds} prompts, {rate:.1%} edited: chunks of 8 of which nine tenths are found")
+    console.print(
+        f"seed {seed}, {rounds} prompts, {rate:.1%} edited: chunks of 8 of which nine tenths are "
+        "found"
+    )
     table = Table("matching", "mean", "least")
     for name, mean in means.items():
         table.add_row(name, f"{mean:.2f}", f"{min(found[name])}")
@@ -219,9 +272,16 @@ class Lookup:
     found: float  # share of the prompts' tokens
 
 
-def _time_lookups(library: Library, prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, int]:
-    """Milliseconds [n, 3] to propose, to match, to match identical text; segments of each prompt [n]; tokens found."""
-    works: tuple[Callable[..., object], ...] = (library.index.propose, library.index.match, library.blocks.match)
+def _time_lookups(
+    library: Library, prompts: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Milliseconds [n, 3] to propose, to match, to match identical text; segments of each prompt
+    [n]; tokens found."""
+    works: tuple[Callable[..., object], ...] = (
+        library.index.propose,
+        library.index.match,
+        library.blocks.match,
+    )
     times, counts, found = np.empty((len(prompts), len(works))), np.empty(len(prompts)), 0
     for work in works:
         work(prompts[0], SCOPE)
@@ -244,7 +304,8 @@ def lookup(
     tau: Annotated[float, typer.Option(help="Least similarity.")] = Similarity.tau,
     as_json: JsonOption = False,
 ) -> None:
-    """Cost of a lookup among many stored segments: half of a prompt's text is known but for edits."""
+    """Cost of a lookup among many stored segments: half of a prompt's text is known but for
+    edits."""
     rng, vocabulary, length = np.random.default_rng(0), 150_000, 16_384
     library, seconds = Library([], Similarity(tau=tau)), 0.0
     sources: list[np.ndarray] = []
@@ -258,9 +319,14 @@ def lookup(
             progress.update(task, completed=len(library.index))
     asked = []
     for number in range(prompts):
-        source, start = sources[int(rng.integers(len(sources)))], int(rng.integers(length - tokens // 2))
+        source, start = (
+            sources[int(rng.integers(len(sources)))],
+            int(rng.integers(length - tokens // 2)),
+        )
         copy = edit(source[start : start + tokens // 2], rate, "replace", number).tokens
-        asked.append(np.concatenate((rng.integers(0, vocabulary, tokens - len(copy)).astype(np.int32), copy)))
+        asked.append(
+            np.concatenate((rng.integers(0, vocabulary, tokens - len(copy)).astype(np.int32), copy))
+        )
     times, counts, found = _time_lookups(library, asked)
     result = Lookup(
         segments=len(library.index),
@@ -279,9 +345,15 @@ def lookup(
         "prompts": prompts,
         "edited": rate,
     }
-    machine = {"python": platform.python_version(), "cpus": os.cpu_count(), "omp": os.environ.get("OMP_NUM_THREADS")}
+    machine = {
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+        "omp": os.environ.get("OMP_NUM_THREADS"),
+    }
     if as_json:
-        print(json.dumps({"configuration": {**setup, **machine}, "result": asdict(result)}, indent=1))
+        print(
+            json.dumps({"configuration": {**setup, **machine}, "result": asdict(result)}, indent=1)
+        )
         return
     console.print(line_of_settings({**setup, **machine}))
     table = Table("", "")

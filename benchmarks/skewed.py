@@ -1,10 +1,13 @@
-"""One long sequence beside many short ones: what an indexer goes through, in equal shares and padded to the longest.
+"""One long sequence beside many short ones: what an indexer goes through, in equal shares and
+padded to the longest.
 
-Counted: blocks that the programs of a device take up, padding of tiles included, and the largest share of one program.
-Timed, on CPU: the selection of blocks, with its sequences in parts of similar length
-and padded, in turn; of the skewed batch, and of one whose sequences are all as long as its average.
+Counted: blocks that the programs of a device take up, padding of tiles included, and the largest
+share of one program. Timed, on CPU: the selection of blocks, with its sequences in parts of similar
+length and padded, in turn; of the skewed batch, and of one whose sequences are all as long as its
+average.
 
-    python benchmarks/skewed.py [--long 32768] [--short 1024] [--shorts 15] [--programs 528] [--json]
+    python benchmarks/skewed.py [--long 32768] [--short 1024] [--shorts 15] [--programs 528]
+        [--json]
 """
 
 import json
@@ -43,7 +46,8 @@ class Padded(Batch):
 
 @dataclass(frozen=True)
 class Counted:
-    """Blocks that a kernel goes through, and those of its longest program: in equal shares, and padded."""
+    """Blocks that a kernel goes through, and those of its longest program: in equal shares, and
+    padded."""
 
     flow: str
     tile: int
@@ -56,7 +60,8 @@ class Counted:
 
 @dataclass(frozen=True)
 class Timed:
-    """Milliseconds of the selection in parts and padded, and the median of how many times faster parts are."""
+    """Milliseconds of the selection in parts and padded, and the median of how many times faster
+    parts are."""
 
     flow: str
     lengths: str
@@ -67,23 +72,37 @@ class Timed:
 
 def counted(flow: str, program: Program, lengths: list[int], programs: int) -> Counted:
     """Of the kernel with the most operators."""
-    chunks = [source for group in plan(program) if group.template is Template.CHUNK and (source := source_of(group))]
+    chunks = [
+        source
+        for group in plan(program)
+        if group.template is Template.CHUNK and (source := source_of(group))
+    ]
     tile = chunks[0].tile
     filled = torch.tensor(lengths).repeat_interleave(KV_HEADS) // BLOCK
 
     def shares(blocks: torch.Tensor) -> tuple[int, int]:
         work = plan_work(-(-blocks // tile), programs)
-        own = torch.stack([work.chunks[a:b, 2].sum() for a, b in work.programs.unfold(0, 2, 1).tolist()])
+        own = torch.stack(
+            [work.chunks[a:b, 2].sum() for a, b in work.programs.unfold(0, 2, 1).tolist()]
+        )
         return tile * int(own.sum()), tile * int(own.max())
 
-    return Counted(flow, tile, int(filled.sum()), *shares(filled), *shares(torch.full_like(filled, int(filled.max()))))
+    return Counted(
+        flow,
+        tile,
+        int(filled.sum()),
+        *shares(filled),
+        *shares(torch.full_like(filled, int(filled.max()))),
+    )
 
 
 def timed(flow: str, program: Program, lengths: list[int], what: str, rounds: int) -> Timed:
     """A layer's pages scattered as in a pool that has been used."""
     blocks = [-(-length // BLOCK) for length in lengths]
     free, width = torch.randperm(sum(blocks)), max(blocks)
-    table = torch.stack([torch.nn.functional.pad(own, (0, width - len(own))) for own in free.split(blocks)])
+    table = torch.stack(
+        [torch.nn.functional.pad(own, (0, width - len(own))) for own in free.split(blocks)]
+    )
     rows = (table[:, None] * KV_HEADS + torch.arange(KV_HEADS)[:, None]).flatten(0, 1)
     keys = torch.randn(sum(blocks) * KV_HEADS, BLOCK, HEAD_DIM)
     pool = {"k": keys, "v": keys}
@@ -121,11 +140,17 @@ def main(
             raise typer.BadParameter(f"flows must be sparse, got {name!r}")
         program = trace(flow, BLOCK, HEAD_DIM, GROUP)
         counts.append(counted(name, program, skewed, programs))
-        times += [timed(name, program, skewed, "skewed", rounds), timed(name, program, equal, "equal", rounds)]
+        times += [
+            timed(name, program, skewed, "skewed", rounds),
+            timed(name, program, equal, "equal", rounds),
+        ]
     if as_json:
-        configuration = {"long": long, "short": short, "shorts": shorts, "programs": programs, "rounds": rounds,
-                         "threads": torch.get_num_threads(), "torch": torch.__version__}  # fmt: skip
-        print(json.dumps({"configuration": configuration, "counted": [asdict(row) for row in counts],
+        configuration = {"long": long, "short": short, "shorts": shorts, "programs": programs,
+        "rounds": rounds,
+                         "threads": torch.get_num_threads(),
+                         "torch": torch.__version__}  # fmt: skip
+        print(json.dumps({"configuration": configuration,
+        "counted": [asdict(row) for row in counts],
                           "timed": [asdict(row) for row in times]}))  # fmt: skip
         return
     table = markdown_table(("", "tile", "blocks", "balanced", "longest", "padded", "longest "))
@@ -134,7 +159,13 @@ def main(
     Console().print(table)
     table = markdown_table(("", "lengths", "in parts ms", "padded ms", "faster"))
     for one in times:
-        table.add_row(one.flow, one.lengths, f"{one.parts_ms:.2f}", f"{one.padded_ms:.2f}", f"{one.faster:.2f}x")
+        table.add_row(
+            one.flow,
+            one.lengths,
+            f"{one.parts_ms:.2f}",
+            f"{one.padded_ms:.2f}",
+            f"{one.faster:.2f}x",
+        )
     Console().print(table)
 
 

@@ -1,7 +1,9 @@
-"""A server under mixed load for a long time, with a pool so small that content is evicted and requests are preempted.
+"""A server under mixed load for a long time, with a pool so small that content is evicted and
+requests are preempted.
 
-Afterwards its invariants must hold: plain requests are answered as by the fresh server, every answer adds up, nothing
-runs, no block is lost, and memory does not grow. Exit code 1 if one does not.
+Afterwards its invariants must hold: plain requests are answered as by the fresh server, every
+answer adds up, nothing runs, no block is lost, and memory does not grow. Exit code 1 if one does
+not.
 
     python benchmarks/soak.py --minutes 20 [--json]
 """
@@ -45,7 +47,8 @@ GUARD = ("--kvgraft-guard", "0.05", "--kvgraft-guard-tokens", "1000000")
 FIXED = 12  # plain requests whose answers are watched
 MIN_SAMPLES = 6  # to speak of growth
 MIB = 1 << 20
-# plain vLLM grows, too: oneDNN keeps what it compiled for each of the last 1024 matrix shapes, here of the last 16
+# plain vLLM grows, too: oneDNN keeps what it compiled for each of the last 1024 matrix shapes, here
+# of the last 16
 ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 VLLM_METRICS = (
     "vllm:num_preemptions_total",
@@ -63,7 +66,8 @@ class Result:
 
     Attributes:
         rss_mib: (minutes since the load began, MiB of all processes of the server).
-        growth: MiB per minute after the first third and its standard error, or None for too few samples.
+        growth: MiB per minute after the first third and its standard error, or None for too few
+            samples.
         broken: invariants that did not hold, with how often; empty is good.
     """
 
@@ -81,18 +85,32 @@ def main(
     workers: Annotated[int, typer.Option(help="Requests under way at once.")] = 12,
     blocks: Annotated[int, typer.Option(help="Of the pool, 32 tokens each.")] = 160,
     max_requests: Annotated[int, typer.Option(help="Sent at most.")] = 100_000,
-    max_growth: Annotated[float, typer.Option(help="MiB per minute; memory must not surely grow more.")] = 0.5,
+    max_growth: Annotated[
+        float, typer.Option(help="MiB per minute; memory must not surely grow more.")
+    ] = 0.5,
     seed: Annotated[int, typer.Option(help="Of all requests.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Load a server of its own with everything at once, then check what must hold."""
     keys, admin_key = [secrets.token_hex(16) for _ in range(TENANTS)], secrets.token_hex(16)
-    flags = ("--served-model-name", MODEL, "--num-gpu-blocks-override", str(blocks), "--max-num-seqs", "16", *GUARD)
-    options = ServerOptions(MODEL_DIR, max_model_len=MAX_MODEL_LEN, flags=(*flags, "--api-key", *keys))
+    flags = (
+        "--served-model-name",
+        MODEL,
+        "--num-gpu-blocks-override",
+        str(blocks),
+        "--max-num-seqs",
+        "16",
+        *GUARD,
+    )
+    options = ServerOptions(
+        MODEL_DIR, max_model_len=MAX_MODEL_LEN, flags=(*flags, "--api-key", *keys)
+    )
     words = single_token_words(*local_tokenizer(MODEL_DIR))
 
     async def run(server: Server) -> Result:
-        async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S, limits=httpx.Limits()) as http:
+        async with httpx.AsyncClient(
+            base_url=server.url, timeout=TIMEOUT_S, limits=httpx.Limits()
+        ) as http:
             traffic = Traffic(http, MODEL, keys, admin_key, words, MAX_MODEL_LEN, seed)
             return await soak(server, traffic, minutes, workers, max_requests, max_growth)
 
@@ -106,7 +124,12 @@ def main(
 
 
 async def soak(
-    server: Server, traffic: Traffic, minutes: float, workers: int, max_requests: int, max_growth: float
+    server: Server,
+    traffic: Traffic,
+    minutes: float,
+    workers: int,
+    max_requests: int,
+    max_growth: float,
 ) -> Result:
     """Load, settle, check."""
     findings, stop, result = traffic.findings, asyncio.Event(), Result(minutes)
@@ -126,7 +149,10 @@ async def soak(
     result.growth = growth(result.rss_mib)
     if result.growth is not None:
         slope, error = result.growth
-        findings.expect(slope - 2 * error <= max_growth, f"memory grows by {slope:.2f} +- {error:.2f} MiB per minute")
+        findings.expect(
+            slope - 2 * error <= max_growth,
+            f"memory grows by {slope:.2f} +- {error:.2f} MiB per minute",
+        )
     exercised = {
         "grafts": findings.done["grafted tokens"],
         "aborts before the first token": findings.done["left before the first token"],
@@ -139,12 +165,16 @@ async def soak(
     return result
 
 
-async def watch(server: Server, load: asyncio.Task[None], minutes: float) -> list[tuple[float, float]]:
+async def watch(
+    server: Server, load: asyncio.Task[None], minutes: float
+) -> list[tuple[float, float]]:
     """Sample memory until the time is over, the load is used up or the server is gone."""
     samples: list[tuple[float, float]] = []
     begin = time.monotonic()
     with progress_bar(errors, "soaking") as on_progress:
-        while (passed := (time.monotonic() - begin) / 60) < minutes and server.process.poll() is None:
+        while (
+            passed := (time.monotonic() - begin) / 60
+        ) < minutes and server.process.poll() is None:
             samples.append((passed, rss_mib(server.process.pid)))
             on_progress(int(60 * passed), int(60 * minutes))
             done, _ = await asyncio.wait([load], timeout=min(SAMPLE_S, 60 * (minutes - passed)))
@@ -154,8 +184,8 @@ async def watch(server: Server, load: asyncio.Task[None], minutes: float) -> lis
 
 
 async def settle(traffic: Traffic, total: int) -> dict[str, int]:
-    """Wait until nothing runs and pin a document; then only pinned blocks may be in use, and none when all segments
-    are deleted.
+    """Wait until nothing runs and pin a document; then only pinned blocks may be in use, and none
+    when all segments are deleted.
 
     Returns:
         The pool before the deletion, in blocks.
@@ -166,14 +196,23 @@ async def settle(traffic: Traffic, total: int) -> dict[str, int]:
     await traffic.pin(Random(1))
     await until(lambda: _uses_only_pins(traffic))
     before = await pool_of(traffic)
-    findings.expect(before["used"] == before["pinned"] > 0, f"idle, with a pinned document, but {before}")
-    findings.expect(before["used"] + before["free"] == total, f"the pool had {total} blocks, and now {before}")
+    findings.expect(
+        before["used"] == before["pinned"] > 0, f"idle, with a pinned document, but {before}"
+    )
+    findings.expect(
+        before["used"] + before["free"] == total, f"the pool had {total} blocks, and now {before}"
+    )
     for key in traffic.keys:
         for segment in await segments_of(traffic, key):
-            findings.expect(await traffic.delete_segment(key, segment["name"]) == 200, "a segment cannot be deleted")
+            findings.expect(
+                await traffic.delete_segment(key, segment["name"]) == 200,
+                "a segment cannot be deleted",
+            )
     await until(lambda: _uses_only_pins(traffic))
     after = await pool_of(traffic)
-    findings.expect(after == {"used": 0, "free": total, "pinned": 0}, f"without segments, but {after}")
+    findings.expect(
+        after == {"used": 0, "free": total, "pinned": 0}, f"without segments, but {after}"
+    )
     return before
 
 
@@ -206,7 +245,9 @@ async def metrics_of(traffic: Traffic) -> dict[str, float]:
     text = (await traffic.http.get("/metrics")).raise_for_status().text
     found: dict[str, float] = defaultdict(float)
     for name, labels, value in _SAMPLE.findall(text):
-        if name in VLLM_METRICS or (name.startswith("kvgraft:") and not name.endswith(("_bucket", "_created"))):
+        if name in VLLM_METRICS or (
+            name.startswith("kvgraft:") and not name.endswith(("_bucket", "_created"))
+        ):
             own = re.findall(r'(?:state|kind|outcome|reason|stage)="([^"]*)"', labels)
             found["".join([name, *(f"[{said}]" for said in own)])] += float(value)
     return dict(found)
@@ -224,7 +265,8 @@ def rss_mib(pid: int) -> float:
 
 
 def growth(samples: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """Slope of a line through the last two thirds of (minutes, MiB) and its standard error, or None of too few."""
+    """Slope of a line through the last two thirds of (minutes, MiB) and its standard error, or None
+    of too few."""
     later = [sample for sample in samples if sample[0] >= samples[-1][0] / 3]
     if len(later) < MIN_SAMPLES:
         return None
@@ -241,7 +283,10 @@ def table_of(result: Result) -> Table:
     if result.rss_mib:
         first, last = result.rss_mib[0][1], result.rss_mib[-1][1]
         table.add_row("memory MiB, first and last", f"{first:.0f}, {last:.0f}")
-    table.add_row("growth MiB/minute", "-" if result.growth is None else "{:.3f} +- {:.3f}".format(*result.growth))
+    table.add_row(
+        "growth MiB/minute",
+        "-" if result.growth is None else "{:.3f} +- {:.3f}".format(*result.growth),
+    )
     table.add_row("pool when idle", str(result.pool))
     for what, count in result.broken.items() or {"nothing": 0}.items():
         table.add_row("broken", f"{count} x {what}" if count else what)

@@ -1,4 +1,5 @@
-"""All that a server can be asked, at once: grafted and plain prompts, streams, aborts, segments, bad requests."""
+"""All that a server can be asked, at once: grafted and plain prompts, streams, aborts, segments,
+bad requests."""
 
 import asyncio
 import json
@@ -16,7 +17,8 @@ TIMEOUT_S = 180.0  # of one answer; a request that takes longer is stuck
 DOCUMENTS = 24  # of each tenant
 DECIDED = 0.01  # nats between the best and the second token, far above what rounding moves
 POLICIES: tuple[dict[str, Any], ...] = (
-    {}, {"policy": "sparsex", "boundary_layers": 1, "recompute_share": 0.1}, {"policy": "naive"}, {"policy": "full"}
+    {}, {"policy": "sparsex", "boundary_layers": 1, "recompute_share": 0.1}, {"policy": "naive"},
+    {"policy": "full"}
 )  # fmt: skip
 BAD_OPTIONS: tuple[Any, ...] = (
     {"kvgraft": {"polcy": "naive"}},
@@ -58,22 +60,32 @@ class Traffic:
     """
 
     def __init__(
-        self, http: httpx.AsyncClient, model: str, keys: Sequence[str], admin_key: str, words: Sequence[str],
+        self, http: httpx.AsyncClient, model: str, keys: Sequence[str], admin_key: str,
+        words: Sequence[str],
         max_words: int, seed: int,
     ) -> None:  # fmt: skip
-        self.http, self.model, self.keys, self.admin_key, self.words = http, model, keys, admin_key, words
+        self.http, self.model, self.keys, self.admin_key, self.words = (
+            http,
+            model,
+            keys,
+            admin_key,
+            words,
+        )
         self.max_words, self.seed = max_words, seed
         self.findings = Findings()
         self.fixed: list[Fixed] = []
         rng = Random(f"documents {seed}")
         self.documents = {key: [self.text(rng, 100, 160) for _ in range(DOCUMENTS)] for key in keys}
         self.actions: dict[Callable[[Random], Awaitable[None]], int] = {
-            self.grafted: 30, self.fresh: 14, self.check: 12, self.abort_stream: 10, self.abort_prefill: 8,
-            self.stranger: 6, self.pin: 4, self.delete: 3, self.too_long: 3, self.bad_options: 5, self.bad_http: 5,
+            self.grafted: 30, self.fresh: 14, self.check: 12, self.abort_stream: 10,
+            self.abort_prefill: 8,
+            self.stranger: 6, self.pin: 4, self.delete: 3, self.too_long: 3, self.bad_options: 5,
+            self.bad_http: 5,
         }  # fmt: skip
 
     async def run(self, workers: int, stop: asyncio.Event, max_requests: int) -> None:
-        """Workers that send one request after another, until `stop` is set or the requests are used up."""
+        """Workers that send one request after another, until `stop` is set or the requests are used
+        up."""
 
         async def work(number: int) -> None:
             rng = Random(f"worker {self.seed} {number}")
@@ -88,14 +100,17 @@ class Traffic:
                 except httpx.TimeoutException:
                     self.findings.broken[f"{action.__name__}: no answer in {TIMEOUT_S:.0f} s"] += 1
                 except (httpx.HTTPError, ValueError, KeyError) as error:
-                    self.findings.broken[f"{action.__name__}: {type(error).__name__} {str(error)[:200]}"] += 1
+                    self.findings.broken[
+                        f"{action.__name__}: {type(error).__name__} {str(error)[:200]}"
+                    ] += 1
 
         async with asyncio.TaskGroup() as group:
             for number in range(workers):
                 group.create_task(work(number))
 
     async def choose_fixed(self, count: int) -> None:
-        """Ask the fresh server plain questions, and keep those whose every token is decided by more than rounding.
+        """Ask the fresh server plain questions, and keep those whose every token is decided by more
+        than rounding.
 
         Raises:
             RuntimeError: hardly any question is.
@@ -136,7 +151,9 @@ class Traffic:
     async def stranger(self, rng: Random) -> None:
         """The documents of a tenant in a namespace where nothing has been read yet."""
         key = rng.choice(self.keys)
-        body = self.body(self.known(rng, key), {"namespace": f"n{rng.getrandbits(64):x}"}, max_tokens=2)
+        body = self.body(
+            self.known(rng, key), {"namespace": f"n{rng.getrandbits(64):x}"}, max_tokens=2
+        )
         report = self.check_report(await self.complete(key, body))
         found = report["grafted_tokens"] + report["prefix_tokens"]
         self.findings.expect(found == 0, "text of another namespace was found")
@@ -152,10 +169,13 @@ class Traffic:
         await self.stream(key, body, max_chunks=rng.randint(1, 20))
 
     async def abort_prefill(self, rng: Random) -> None:
-        """A client that leaves before there is an answer, most often while its prompt waits or is read."""
+        """A client that leaves before there is an answer, most often while its prompt waits or is
+        read."""
         key = rng.choice(self.keys)
         prompt = self.known(rng, key) if rng.random() < 0.7 else self.text(rng, 500, 1200)
-        request = asyncio.create_task(self.stream(key, self.body(prompt, rng.choice(POLICIES), max_tokens=64), 1))
+        request = asyncio.create_task(
+            self.stream(key, self.body(prompt, rng.choice(POLICIES), max_tokens=64), 1)
+        )
         await asyncio.wait([request], timeout=rng.uniform(0.005, 0.5))
         if request.cancel():
             self.findings.done["left before the first token"] += 1
@@ -165,9 +185,15 @@ class Traffic:
         """Pin a document of a tenant."""
         key = rng.choice(self.keys)
         number = rng.randrange(DOCUMENTS)
-        body = {"name": f"document {number % 6}", "text": self.documents[key][number], "tenant": Tenant.of(key).label}
+        body = {
+            "name": f"document {number % 6}",
+            "text": self.documents[key][number],
+            "tenant": Tenant.of(key).label,
+        }
         answer = await self.http.post("/v1/kvgraft/pins", json=body, headers=bearer(self.admin_key))
-        self.findings.expect(answer.status_code in (200, 409, 413), f"pin: {answer.status_code} {answer.text[:80]}")
+        self.findings.expect(
+            answer.status_code in (200, 409, 413), f"pin: {answer.status_code} {answer.text[:80]}"
+        )
         self.findings.done[f"pin: {answer.status_code}"] += 1
 
     async def delete(self, rng: Random) -> None:
@@ -190,7 +216,8 @@ class Traffic:
         good = self.body("the", {}, max_tokens=1)
         key = rng.choice(self.keys)
         wrong: tuple[tuple[int, Any, str], ...] = (
-            (400, b'{"prompt": ', key), (400, good | {"max_tokens": -1}, key), (400, good | {"prompt": {}}, key),
+            (400, b'{"prompt": ', key), (400, good | {"max_tokens": -1}, key), (400,
+            good | {"prompt": {}}, key),
             (401, good, "nobody"), (401, good, key[:-1]), (404, good | {"model": "another"}, key),
         )  # fmt: skip
         await self.refused(*rng.choice(wrong))
@@ -206,7 +233,9 @@ class Traffic:
     async def delete_segment(self, key: str, name: str) -> int:
         """Delete a tenant's segment; returns the status."""
         url = f"/v1/kvgraft/pins/{name}"
-        answer = await self.http.delete(url, params={"tenant": Tenant.of(key).label}, headers=bearer(self.admin_key))
+        answer = await self.http.delete(
+            url, params={"tenant": Tenant.of(key).label}, headers=bearer(self.admin_key)
+        )
         return answer.status_code
 
     async def complete(self, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,11 +247,16 @@ class Traffic:
         answer = await self.http.post("/v1/completions", json=body, headers=bearer(key))
         return answer.raise_for_status().json()
 
-    async def stream(self, key: str, body: Mapping[str, Any], max_chunks: int = 1 << 30) -> dict[str, Any]:
-        """One streamed completion, left after `max_chunks` events; returns the last one, which carries the usage."""
+    async def stream(
+        self, key: str, body: Mapping[str, Any], max_chunks: int = 1 << 30
+    ) -> dict[str, Any]:
+        """One streamed completion, left after `max_chunks` events; returns the last one, which
+        carries the usage."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         last: dict[str, Any] = {}
-        async with self.http.stream("POST", "/v1/completions", json=body, headers=bearer(key)) as answer:
+        async with self.http.stream(
+            "POST", "/v1/completions", json=body, headers=bearer(key)
+        ) as answer:
             answer.raise_for_status()
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
@@ -239,7 +273,9 @@ class Traffic:
         report, usage = answer["kv_transfer_params"]["kvgraft"], answer["usage"]
         kinds = [report[f"{kind}_tokens"] for kind in ("prefix", "grafted", "fresh")]
         told = usage["prompt_tokens"]
-        self.findings.expect(sum(kinds) == report["prompt_tokens"] == told, f"{kinds} of {told} prompt tokens")
+        self.findings.expect(
+            sum(kinds) == report["prompt_tokens"] == told, f"{kinds} of {told} prompt tokens"
+        )
         self.findings.done["grafted tokens"] += report["grafted_tokens"]
         return report
 
@@ -255,10 +291,17 @@ class Traffic:
     def body(self, prompt: str, kvgraft: Mapping[str, Any], *, max_tokens: int) -> dict[str, Any]:
         """A greedy request."""
         options = {"kv_transfer_params": {"kvgraft": dict(kvgraft)}} if kvgraft else {}
-        return {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0} | options
+        return {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+        } | options
 
     async def _check(self, fixed: Fixed, rng: Random) -> None:
-        answer = await self.complete(rng.choice(self.keys), self.body(fixed.prompt, {"reuse": "off"}, max_tokens=16))
+        answer = await self.complete(
+            rng.choice(self.keys), self.body(fixed.prompt, {"reuse": "off"}, max_tokens=16)
+        )
         same = answer["choices"][0]["text"] == fixed.answer
         self.findings.expect(same, "a plain answer differs from that of the fresh server")
 

@@ -1,8 +1,9 @@
-"""A server that only takes time: what a fleet needs of `kvgraft serve`, with a wait in place of a model.
+"""A server that only takes time: what a fleet needs of `kvgraft serve`, with a wait in place of a
+model.
 
-Its prompts are words, one token each. Pieces of a prompt that it has read before cost nothing; the others are waited
-for, one prompt after the other. An answer tells how long its first token was waited for. `routing.py` starts it.
-"""
+Its prompts are words, one token each. Pieces of a prompt that it has read before cost nothing; the
+others are waited for, one prompt after the other. An answer tells how long its first token was
+waited for. `routing.py` starts it."""
 
 import argparse
 import asyncio
@@ -47,12 +48,19 @@ class StandIn:
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-                names = {name.lower(): value for name, _, value in (line.partition(":") for line in head[1:])}
+                names = {
+                    name.lower(): value
+                    for name, _, value in (line.partition(":") for line in head[1:])
+                }
                 body = await reader.readexactly(int(names.get("content-length", 0)))
                 path = head[0].split(" ")[1]
                 if path == "/metrics":
                     told = {"block": BLOCK, "blocks": self._pool // BLOCK, "token_s": self._token_s}
-                    writer.write(_whole("text/plain", METRICS.format(**told, tokens=self._num_tokens).encode()))
+                    writer.write(
+                        _whole(
+                            "text/plain", METRICS.format(**told, tokens=self._num_tokens).encode()
+                        )
+                    )
                 elif path == "/v1/completions":
                     await self._complete(json.loads(body), writer)
                 else:
@@ -65,7 +73,10 @@ class StandIn:
             *_, last = [event async for event in events]
             writer.write(_whole("application/json", json.dumps(last).encode()))
             return
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: "
+            b"chunked\r\n\r\n"
+        )
         async for event in events:
             writer.write(_chunk(b"data: " + json.dumps(event).encode() + b"\n\n"))
         writer.write(_chunk(b"data: [DONE]\n\n") + _chunk(b""))
@@ -99,7 +110,10 @@ class StandIn:
 
 
 def _whole(kind: str, body: bytes) -> bytes:
-    return f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    return (
+        f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
 
 
 def _chunk(data: bytes) -> bytes:

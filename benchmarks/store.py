@@ -1,12 +1,12 @@
-"""What the tiers below the KV pool give and cost: reading back against computing again, and the critical path.
+"""What the tiers below the KV pool give and cost: reading back against computing again, and the
+critical path.
 
     python benchmarks/store.py reading [--tokens 256 --tokens 4096] [--form float32:int8] [--json]
     python benchmarks/store.py cost [--tokens 1024] [--json]
 
-All sides answer in turn; medians of paired ratios are printed. The page cache cannot be emptied by who is not root.
-What can be: each payload file is dropped from it where the file system heeds that, which is tried and printed; caches
-of the disk and of a hypervisor stay as they are.
-"""
+All sides answer in turn; medians of paired ratios are printed. The page cache cannot be emptied by
+who is not root. What can be: each payload file is dropped from it where the file system heeds that,
+which is tried and printed; caches of the disk and of a hypervisor stay as they are."""
 
 import json
 import os
@@ -40,7 +40,9 @@ DISK, CACHED, MEMORY = "disk", "page cache", "host memory"  # where a text lies,
 NEW_TOKENS = 16  # of a prompt, behind what is known
 VOCABULARY = 4096
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-DirOption = Annotated[Path | None, typer.Option("--dir", help="Make the stores in here.", show_default="temporary")]
+DirOption = Annotated[
+    Path | None, typer.Option("--dir", help="Make the stores in here.", show_default="temporary")
+]
 console, error_console = Console(), Console(stderr=True)
 
 
@@ -52,7 +54,8 @@ class Reading:
         mib: of the payload as it is stored.
         full_ms, ttft_ms: time to the first token if all is computed, and with the store.
         gain: how many times faster that is.
-        fetch_ms, gib_per_s: of `SegmentStore.fetch` alone; what is in host memory and not int8 moves no bytes there.
+        fetch_ms, gib_per_s: of `SegmentStore.fetch` alone; what is in host memory and not int8
+            moves no bytes there.
         fetch_gain: how many times faster than computing it that is.
     """
 
@@ -70,33 +73,50 @@ class Reading:
 
 @app.command()
 def reading(
-    tokens: Annotated[list[int], typer.Option(help="Of the text (repeatable).", min=16)] = list(LENGTHS),  # noqa: B006
-    form: Annotated[list[str], typer.Option(help=" | ".join(FORMS) + " (repeatable).")] = list(FORMS[:3]),  # noqa: B006
+    tokens: Annotated[list[int], typer.Option(help="Of the text (repeatable).", min=16)] = list(  # noqa: B006
+        LENGTHS
+    ),
+    form: Annotated[list[str], typer.Option(help=" | ".join(FORMS) + " (repeatable).")] = list(  # noqa: B006
+        FORMS[:3]
+    ),
     layers: Annotated[int, typer.Option(help="Of the random model.", min=1)] = 12,
     rounds: Annotated[int, typer.Option(help="Measured, after one that warms up.", min=1)] = 5,
     directory: DirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Disk and host memory against prefill: the whole way to the first token, and the store alone."""
+    """Disk and host memory against prefill: the whole way to the first token, and the store
+    alone."""
     if unknown := [one for one in form if one not in FORMS]:
         raise typer.BadParameter(f"form {unknown[0]!r}: allowed are {', '.join(FORMS)}")
     rows: list[Reading] = []
-    with TemporaryDirectory(dir=directory) as name, progress_bar(error_console, "reading") as on_progress:
+    with (
+        TemporaryDirectory(dir=directory) as name,
+        progress_bar(error_console, "reading") as on_progress,
+    ):
         folder = Path(name)
         make_model(folder / "model", layers, max(tokens) + 2 * NEW_TOKENS)
-        settings = configuration(layers, "/".join(form), rounds) | {"page cache is dropped": drops(folder / "probe")}
+        settings = configuration(layers, "/".join(form), rounds) | {
+            "page cache is dropped": drops(folder / "probe")
+        }
         for number, one in enumerate(form):
             dtype, _, suffix = one.partition(":")
             engine = make_engine(folder / "model", dtype, max(tokens))
             for at, length in enumerate(tokens):
                 with places(engine, folder / f"{number}-{length}", int8=bool(suffix)) as tiers:
-                    rows += read_back(engine, tiers, folder / f"{number}-{length}", one, length, rounds)
+                    rows += read_back(
+                        engine, tiers, folder / f"{number}-{length}", one, length, rounds
+                    )
                 on_progress(number * len(tokens) + at + 1, len(form) * len(tokens))
     report(settings, rows, as_json)
 
 
 def read_back(
-    engine: Engine, tiers: Mapping[str, StoreTier], directory: Path, form: str, length: int, rounds: int
+    engine: Engine,
+    tiers: Mapping[str, StoreTier],
+    directory: Path,
+    form: str,
+    length: int,
+    rounds: int,
 ) -> list[Reading]:
     """All places in turn, and an engine that has none; every answer must be the right one."""
     rng = np.random.default_rng(length)
@@ -115,7 +135,9 @@ def read_back(
             result = answer(engine, prompt, policy, tiers.get(place))
             if policy == "full" and (place or form == "float32"):
                 require_equal(result.token_ids, expected, f"{form}, {length} tokens, {place}")
-            require_equal(result.report.counts["restored_blocks"], len(known) // 16 if place else 0, place)
+            require_equal(
+                result.report.counts["restored_blocks"], len(known) // 16 if place else 0, place
+            )
             seconds[place].append(result.report.ttft_s)
         for place in turned([DISK, CACHED, MEMORY], number):
             if place == DISK:
@@ -126,12 +148,15 @@ def read_back(
     return [row_of(form, len(known), place, mib, timed) for place in (DISK, CACHED, MEMORY)]
 
 
-def row_of(form: str, length: int, place: str, mib: float, seconds: Mapping[str, list[float]]) -> Reading:
+def row_of(
+    form: str, length: int, place: str, mib: float, seconds: Mapping[str, list[float]]
+) -> Reading:
     full, ttft, alone = seconds[""], seconds[place], seconds["fetch " + place]
     fetch_s = statistics.median(alone)
     moves = place != MEMORY or form.endswith(":int8")
     return Reading(
-        form, length, place, mib, 1e3 * statistics.median(full), 1e3 * statistics.median(ttft), ratio(full, ttft),
+        form, length, place, mib, 1e3 * statistics.median(full), 1e3 * statistics.median(ttft),
+        ratio(full, ttft),
         1e3 * fetch_s, ratio(full, alone), mib / 2**10 / fetch_s if moves else None,
     )  # fmt: skip
 
@@ -139,7 +164,9 @@ def row_of(form: str, length: int, place: str, mib: float, seconds: Mapping[str,
 def fetch(engine: Engine, store: SegmentStore, known: Sequence[int]) -> float:
     """Seconds in which the store gives out a text that it has."""
     scope = engine.scope_of("default")
-    blocks = [block for match in store.match(np.array(known), scope) for block in match.pages.tolist()]
+    blocks = [
+        block for match in store.match(np.array(known), scope) for block in match.pages.tolist()
+    ]
     start = time.perf_counter()
     found = store.fetch(blocks, scope)
     seconds = time.perf_counter() - start
@@ -150,9 +177,15 @@ def fetch(engine: Engine, store: SegmentStore, known: Sequence[int]) -> float:
 @contextmanager
 def places(engine: Engine, directory: Path, *, int8: bool) -> Iterator[dict[str, StoreTier]]:
     """StoreTier that have content on disk only, and in host memory only."""
-    options = {DISK: StoreOptions(directory, ram_gib=0, int8=int8), MEMORY: StoreOptions(ram_gib=4, int8=int8)}
+    options = {
+        DISK: StoreOptions(directory, ram_gib=0, int8=int8),
+        MEMORY: StoreOptions(ram_gib=4, int8=int8),
+    }
     with ExitStack() as stack:
-        tiers = {place: tiers_of(engine, stack.enter_context(opened(engine, o))) for place, o in options.items()}
+        tiers = {
+            place: tiers_of(engine, stack.enter_context(opened(engine, o)))
+            for place, o in options.items()
+        }
         yield tiers | {CACHED: tiers[DISK]}
 
 
@@ -165,7 +198,12 @@ def tiers_of(engine: Engine, store: SegmentStore) -> StoreTier:
 
 
 def answer(
-    engine: Engine, prompt: list[int], policy: str, tiers: StoreTier | None, *, remember: bool = False
+    engine: Engine,
+    prompt: list[int],
+    policy: str,
+    tiers: StoreTier | None,
+    *,
+    remember: bool = False,
 ) -> Result:
     """An answer from an empty pool above these tiers."""
     engine.clear_cache()
@@ -178,7 +216,8 @@ def answer(
 
 @dataclass(frozen=True)
 class Cost:
-    """What a store costs requests that find nothing in it: median time, median ratio to no store, its bounds (95 %)."""
+    """What a store costs requests that find nothing in it: median time, median ratio to no store,
+    its bounds (95 %)."""
 
     store: str
     time: str
@@ -200,14 +239,22 @@ def cost(
 ) -> None:
     """Time to first token and of a decode step while the store writes behind, against no store."""
     times: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
-    with TemporaryDirectory(dir=directory) as name, progress_bar(error_console, "prompts") as on_progress:
+    with (
+        TemporaryDirectory(dir=directory) as name,
+        progress_bar(error_console, "prompts") as on_progress,
+    ):
         make_model(Path(name) / "model", layers, tokens + steps + 16)
         engine = make_engine(Path(name) / "model", dtype, tokens + steps)
         options = {MEMORY: StoreOptions(), f"{MEMORY}, {DISK}": StoreOptions(Path(name) / "store")}
         with ExitStack() as stack:
-            sides = {name: tiers_of(engine, stack.enter_context(opened(engine, o))) for name, o in options.items()}
+            sides = {
+                name: tiers_of(engine, stack.enter_context(opened(engine, o)))
+                for name, o in options.items()
+            }
             for number in range(rounds + 2):
-                for side, found in ask_all(engine, {"none": None, **sides}, number, tokens, steps).items():
+                for side, found in ask_all(
+                    engine, {"none": None, **sides}, number, tokens, steps
+                ).items():
                     times[side].append(found)
                 on_progress(number + 1, rounds + 2)
     settings = configuration(layers, dtype, rounds) | {"tokens": tokens, "decode steps": steps}
@@ -221,7 +268,8 @@ def cost(
 def ask_all(
     engine: Engine, sides: Mapping[str, StoreTier | None], number: int, tokens: int, steps: int
 ) -> dict[str, tuple[float, float, float]]:
-    """A new prompt with every store: seconds to the first token, of a step, and until all is written."""
+    """A new prompt with every store: seconds to the first token, of a step, and until all is
+    written."""
     prompt = np.random.default_rng(number).integers(1, VOCABULARY, tokens).tolist()
     request = Request(prompt, "full", SamplingParams(max_tokens=1 + steps, ignore_eos=True))
     found, answers = {}, []
@@ -230,7 +278,8 @@ def ask_all(
         tiers = engine.memory.store = sides[side]
         start = time.perf_counter()
         events = engine.stream([request])
-        last = next(events)  # behind what the store does when the prompt ends, which `ttft_s` does not see
+        # behind what the store does when the prompt ends, which `ttft_s` does not see
+        last = next(events)
         first_at = time.perf_counter()
         for event in events:
             last = event
@@ -246,10 +295,14 @@ def ask_all(
 def costs_of(side: str, seconds: Mapping[str, Sequence[tuple[float, ...]]]) -> list[Cost]:
     """Both times; `seconds` has, by store, a column for each of what `ask_all` measures."""
     rows = []
-    for what, mine, plain in zip(("first token", "decode step"), seconds[side], seconds["none"], strict=False):
+    for what, mine, plain in zip(
+        ("first token", "decode step"), seconds[side], seconds["none"], strict=False
+    ):
         ratios = [b / a for a, b in zip(plain, mine, strict=True)]
         low, high = bootstrap(ratios, of=np.median)
-        rows.append(Cost(side, what, 1e3 * statistics.median(mine), statistics.median(ratios), low, high))
+        rows.append(
+            Cost(side, what, 1e3 * statistics.median(mine), statistics.median(ratios), low, high)
+        )
     return rows
 
 
@@ -265,7 +318,8 @@ def drop_page_cache(directory: Path) -> None:
 
 
 def drops(path: Path) -> bool | str:
-    """Whether the file system heeds it: then a file has nothing that can be read without waiting."""
+    """Whether the file system heeds it: then a file has nothing that can be read without
+    waiting."""
     path.mkdir()
     probe = path / "probe.safetensors"
     probe.write_bytes(bytes(1 << 20))
@@ -299,30 +353,39 @@ def require_equal(found: object, expected: object, where: str) -> None:
 def configuration(layers: int, dtype: str, rounds: int) -> dict[str, Any]:
     shape = ", ".join(f"{name} {value}" for name, value in SHAPE.items())
     return {
-        "model": f"random Qwen3, {layers} layers, {shape}", "dtype": dtype, "block size": 16, "rounds": rounds,
+        "model": f"random Qwen3, {layers} layers, {shape}", "dtype": dtype, "block size": 16,
+        "rounds": rounds,
         "threads": torch.get_num_threads(), "cores": os.cpu_count(), "torch": torch.__version__,
     }  # fmt: skip
 
 
 def report(settings: dict[str, Any], rows: Sequence[Any], as_json: bool) -> None:
-    """All rows, of one dataclass; a table for each value of the first field, if there are several rows of each."""
+    """All rows, of one dataclass; a table for each value of the first field, if there are several
+    rows of each."""
     found = [asdict(row) for row in rows]
     if as_json:
         print(json.dumps({"configuration": settings, "rows": found}))
         return
     console.print(line_of_settings(settings))
     first = next(iter(found[0]))
-    groups = {title: [row for row in found if row[first] == title] for title in {row[first]: 0 for row in found}}
+    groups = {
+        title: [row for row in found if row[first] == title]
+        for title in {row[first]: 0 for row in found}
+    }
     if len(groups) == len(found):
         print_table("", found)
         return
     for title, group in groups.items():
-        print_table(title, [{name: value for name, value in row.items() if name != first} for row in group])
+        print_table(
+            title, [{name: value for name, value in row.items() if name != first} for row in group]
+        )
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:
     first = {name.replace("_", " "): value for name, value in rows[0].items()}
-    table = markdown_table([*first], [name for name, value in first.items() if isinstance(value, str)], title)
+    table = markdown_table(
+        [*first], [name for name, value in first.items() if isinstance(value, str)], title
+    )
     for row in rows:
         table.add_row(*map(as_text, row.values()))
     console.print(table)

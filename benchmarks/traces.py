@@ -1,9 +1,9 @@
 """Sessions of requests to an OpenAI endpoint: as JSONL, as text, as token ids.
 
-A line of a trace is `{"session": NAME, "timestamp": SECONDS, "body": {...}}`, or a bare body, which then belongs to the
-session that has the file's name. Recorders that write more (a `type`, responses between the requests) are understood.
-Sessions, times, messages and tokens are read as `kvgraft analyze` reads them.
-"""
+A line of a trace is `{"session": NAME, "timestamp": SECONDS, "body": {...}}`, or a bare body, which
+then belongs to the session that has the file's name. Recorders that write more (a `type`, responses
+between the requests) are understood. Sessions, times, messages and tokens are read as `kvgraft
+analyze` reads them."""
 
 import json
 import re
@@ -50,8 +50,8 @@ def lines_of(sessions: Iterable[Session]) -> Iterator[str]:
 
 
 def read_traces(paths: Sequence[Path], limit: int) -> tuple[list[Session], int]:
-    """(the first `limit` sessions of these files, and of the JSONL files of directories among them, by name; how many
-    of their lines were no requests with a prompt).
+    """(the first `limit` sessions of these files, and of the JSONL files of directories among them,
+    by name; how many of their lines were no requests with a prompt).
 
     Raises:
         ValueError: a line that is no JSON object, with its place; or no session at all.
@@ -59,7 +59,9 @@ def read_traces(paths: Sequence[Path], limit: int) -> tuple[list[Session], int]:
     """
     sessions: list[Session] = []
     skipped = 0
-    for path in chain.from_iterable(sorted(p.glob("*.jsonl")) if p.is_dir() else [p] for p in paths):
+    for path in chain.from_iterable(
+        sorted(p.glob("*.jsonl")) if p.is_dir() else [p] for p in paths
+    ):
         if len(sessions) >= limit:
             break
         found, others = _read_file(path)
@@ -80,7 +82,9 @@ def _read_file(path: Path) -> tuple[list[Session], int]:
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}:{number}: {error}") from error
             if not isinstance(entry, dict):
-                raise ValueError(f"{path}:{number}: a line must be a JSON object, got {type(entry).__name__}")
+                raise ValueError(
+                    f"{path}:{number}: a line must be a JSON object, got {type(entry).__name__}"
+                )
             body = entry.get("body", entry)
             if entry.get("type", "request") != "request" or not _is_request(body):
                 skipped += 1
@@ -99,7 +103,8 @@ def _is_request(body: object) -> bool:
 
 
 def text_of_body(body: Body) -> str:
-    """What a body asks, as one text: that of a request with one more message begins with that of the one before.
+    """What a body asks, as one text: that of a request with one more message begins with that of
+    the one before.
 
     Raises:
         ValueError: a prompt of token ids, or a part of a message that is no text.
@@ -117,7 +122,8 @@ def text_of_body(body: Body) -> str:
 
 
 def _prompt_of(body: Body) -> Prompt:
-    """What a body asks, as `kvgraft analyze` reads it; ValueError if that is nothing or several prompts."""
+    """What a body asks, as `kvgraft analyze` reads it; ValueError if that is nothing or several
+    prompts."""
     prompts = prompts_of(body)
     if len(prompts) > 1:
         raise ValueError(f"a body must ask one thing here, got a batch of {len(prompts)} prompts")
@@ -125,18 +131,22 @@ def _prompt_of(body: Body) -> Prompt:
 
 
 def hashed(vocab_size: int) -> EncodeBody:
-    """Bodies as the token ids of a model that knows no words: every piece of the text, about four characters in
-    English, is a hash below `vocab_size`. Equal text has equal ids; two unequal pieces in `vocab_size` have, too, so a
-    block of unequal text has not."""
+    """Bodies as the token ids of a model that knows no words: every piece of the text, about four
+    characters in English, is a hash below `vocab_size`. Equal text has equal ids; two unequal
+    pieces in `vocab_size` have, too, so a block of unequal text has not."""
 
     def encode(body: Body) -> list[int]:
-        return [1 + zlib.crc32(piece.encode()) % (vocab_size - 1) for piece in _PIECE.findall(text_of_body(body))]
+        return [
+            1 + zlib.crc32(piece.encode()) % (vocab_size - 1)
+            for piece in _PIECE.findall(text_of_body(body))
+        ]
 
     return encode
 
 
 def tokenised(folder: Path) -> EncodeBody:
-    """Bodies as a model directory's tokenizer and chat template have them, and `kvgraft analyze --tokenizer`."""
+    """Bodies as a model directory's tokenizer and chat template have them, and `kvgraft analyze
+    --tokenizer`."""
     reader = open_tokens(folder)
 
     def encode(body: Body) -> list[int]:
@@ -157,7 +167,11 @@ class OwnAnswers:
         """The body, which must have messages, with the server's own answers."""
         messages = body["messages"]
         behind = messages[len(self._asked) :]
-        continues = messages[: len(self._asked)] == self._asked and behind and behind[0]["role"] == "assistant"
+        continues = (
+            messages[: len(self._asked)] == self._asked
+            and behind
+            and behind[0]["role"] == "assistant"
+        )
         if continues and self._answer is not None:
             self._texts[_key(behind[0])] = self._answer
         self._asked = messages

@@ -1,8 +1,9 @@
 """Time to first token against full recomputation, against transformers, and against the FLOP floor.
 
-A random-weight Qwen3-shaped model reads documents once; then prompts of several lengths and reuse shares, with the
-documents in another order, run under every policy in turn in one process, the default policy first. New text stands
-before and behind the documents, or (interleaved) before each of them. Medians and ratios are printed.
+A random-weight Qwen3-shaped model reads documents once; then prompts of several lengths and reuse
+shares, with the documents in another order, run under every policy in turn in one process, the
+default policy first. New text stands before and behind the documents, or (interleaved) before each
+of them. Medians and ratios are printed.
 
     python benchmarks/ttft.py [--long] [--dtype bfloat16] [--runs 5] [--json]
 """
@@ -43,7 +44,8 @@ ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 
 @dataclass(frozen=True)
 class PolicyTimes:
-    """One policy on one prompt shape; `floor_s` is full's time scaled by the FLOPs of the tokens actually computed."""
+    """One policy on one prompt shape; `floor_s` is full's time scaled by the FLOPs of the tokens
+    actually computed."""
 
     tokens: int
     reuse: float
@@ -60,7 +62,8 @@ class PolicyTimes:
 
 @dataclass(frozen=True)
 class Report:
-    """All rows; `full` holds per length the median seconds here and in transformers, and their median ratio."""
+    """All rows; `full` holds per length the median seconds here and in transformers, and their
+    median ratio."""
 
     configuration: dict[str, object]
     rows: list[PolicyTimes] = field(default_factory=list)
@@ -68,12 +71,14 @@ class Report:
 
 
 SHAPE = {
-    "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+    "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 64,
 }  # fmt: skip
 SHAPES = {
     "small": SHAPE,
     "8b": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+        "num_key_value_heads": 8,
         "head_dim": 128,
     },
 }  # fmt: skip
@@ -100,14 +105,20 @@ def make_model(
 
 def model_config(layers: int, max_position: int, shape: Mapping[str, Any], family: str) -> Any:
     """Return the transformers configuration of such a model."""
-    sizes = {"vocab_size": 4096, "num_hidden_layers": layers, "max_position_embeddings": max_position}
+    sizes = {
+        "vocab_size": 4096,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": max_position,
+    }
     rest = {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None}
     config = transformers.AutoConfig.for_model(family, **sizes | rest | dict(shape))
     config.architectures = [transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     return config
 
 
-def make_prompts(tokens: int, reuse: float, seed: int, *, interleaved: bool = False) -> tuple[list[int], list[int]]:
+def make_prompts(
+    tokens: int, reuse: float, seed: int, *, interleaved: bool = False
+) -> tuple[list[int], list[int]]:
     """(what was read before, the prompt): the same documents in another order between new text."""
     random = np.random.default_rng(seed)
     known = round(tokens * reuse)
@@ -119,13 +130,16 @@ def make_prompts(tokens: int, reuse: float, seed: int, *, interleaved: bool = Fa
     texts = np.array_split(new, len(documents) + 1) if interleaved else np.array_split(new, 2)
     notes = [*texts[1:-1], *[new[:0]] * len(documents)]  # one before each document but the first
     read = np.concatenate([random.integers(1, 4096, 7), *documents])
-    middle = (part for pair in zip((documents[i] for i in order), notes, strict=False) for part in pair)
+    middle = (
+        part for pair in zip((documents[i] for i in order), notes, strict=False) for part in pair
+    )
     prompt = np.concatenate([texts[0], *middle, texts[-1]])
     return read.tolist(), prompt.tolist()
 
 
 def flops_of_layer(config: ModelConfig, positions: torch.Tensor) -> float:
-    """FLOPs of one layer for tokens at these positions: linear parts, and attention to everything before them."""
+    """FLOPs of one layer for tokens at these positions: linear parts, and attention to everything
+    before them."""
     q_size = config.num_heads * config.head_dim
     weights = config.hidden_size * (q_size + 3 * config.intermediate_size)
     attention = 2 * weights * positions.numel() + 4 * q_size * (positions + 1).sum()
@@ -140,7 +154,8 @@ def flops_of_projection(config: ModelConfig, tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Counting(Policy):
-    """Another policy, with the FLOPs of all layers and projections that it computes added up in `flops`."""
+    """Another policy, with the FLOPs of all layers and projections that it computes added up in
+    `flops`."""
 
     name: ClassVar[str] = "counting"
     policy: Policy
@@ -170,11 +185,19 @@ def answer(engine: Engine, prompt: list[int], policy: Policy) -> RequestReport:
 
 
 def measure(
-    engine: Engine, tokens: int, reuse: float, policies: dict[str, Policy], runs: int, *, interleaved: bool = False
+    engine: Engine,
+    tokens: int,
+    reuse: float,
+    policies: dict[str, Policy],
+    runs: int,
+    *,
+    interleaved: bool = False,
 ) -> list[PolicyTimes]:
     """All policies in turn, `runs` times after a warm-up."""
     engine.clear_cache()
-    read, prompt = make_prompts(tokens, reuse, seed=tokens + round(1000 * reuse), interleaved=interleaved)
+    read, prompt = make_prompts(
+        tokens, reuse, seed=tokens + round(1000 * reuse), interleaved=interleaved
+    )
     engine.generate([Request(read, Full(), ONE_TOKEN)])
     flops: dict[str, float] = {}
     reports: dict[str, list[RequestReport]] = {name: [] for name in policies}
@@ -190,18 +213,25 @@ def measure(
     for name, mine in reports.items():
         ratios = [full.ttft_s / r.ttft_s for full, r in zip(reports["full"], mine, strict=True)]
         speedup, share = statistics.median(ratios), flops[name] / flops["full"]
-        stages = {stage: 1e3 * statistics.median(r.stages.get(stage, 0.0) for r in mine) for stage in mine[0].stages}
+        stages = {
+            stage: 1e3 * statistics.median(r.stages.get(stage, 0.0) for r in mine)
+            for stage in mine[0].stages
+        }
         ttft = statistics.median(r.ttft_s for r in mine)
         last = mine[-1]
         rows.append(
-            PolicyTimes(tokens, reuse, interleaved, name, ttft, speedup, share, 1 / (speedup * share),
+            PolicyTimes(tokens, reuse, interleaved, name, ttft, speedup, share,
+            1 / (speedup * share),
                         last.grafted_tokens, last.recomputed_tokens, stages)
         )  # fmt: skip
     return rows
 
 
-def against_transformers(engine: Engine, folder: Path, tokens: int, runs: int) -> tuple[float, float, float]:
-    """Median seconds of full prefill here and in transformers with SDPA, and the median of the paired ratios."""
+def against_transformers(
+    engine: Engine, folder: Path, tokens: int, runs: int
+) -> tuple[float, float, float]:
+    """Median seconds of full prefill here and in transformers with SDPA, and the median of the
+    paired ratios."""
     model = (
         transformers.AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation="sdpa", dtype=engine.decoder.dtype
@@ -224,13 +254,20 @@ def against_transformers(engine: Engine, folder: Path, tokens: int, runs: int) -
 
 
 def policies_for(layers: int) -> dict[str, Policy]:
-    """Full, the default policy, naive reuse, and SparseX over boundaries of 0, 1 layer and 20 % of the layers."""
+    """Full, the default policy, naive reuse, and SparseX over boundaries of 0, 1 layer and 20 % of
+    the layers."""
     settings = ((0, 0.05), (1, 0.05), (1, 0.10), (round(0.2 * layers), 0.10))
     sparse = {
         f"sparsex b{boundary} k{topk:.2f}": SparseX(boundary_layers=boundary, recompute_share=topk)
         for boundary, topk in settings
     }
-    return {"full": Full(), "spread": Spread(), "transitive": Transitive(), "naive": Naive(), **sparse}
+    return {
+        "full": Full(),
+        "spread": Spread(),
+        "transitive": Transitive(),
+        "naive": Naive(),
+        **sparse,
+    }
 
 
 def main(
@@ -244,9 +281,12 @@ def main(
     shape: Annotated[str, typer.Option(help=" | ".join(SHAPES))] = "small",
     device: str = "cpu",
     as_json: Annotated[bool, typer.Option("--json")] = False,
-    save: Annotated[Path | None, typer.Option(help="Write the JSON to this file as well, after every table.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the JSON to this file as well, after every table.")
+    ] = None,
 ) -> None:
-    """Print time to first token of every policy, the ratio to full, and the distance to the FLOP floor."""
+    """Print time to first token of every policy, the ratio to full, and the distance to the FLOP
+    floor."""
     torch.set_num_threads(threads or torch.get_num_threads())
     lengths = [*lengths, 16384] if long else lengths
     if shape not in SHAPES:
@@ -254,11 +294,16 @@ def main(
     report = Report(_configuration(layers, dtype, runs, shape, device))
     console = Console(quiet=as_json)
     console.print(", ".join(f"{key} {value}" for key, value in report.configuration.items()))
-    with tempfile.TemporaryDirectory() as name, Progress(console=Console(stderr=True), transient=True) as progress:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        Progress(console=Console(stderr=True), transient=True) as progress,
+    ):
         folder = Path(name)
         make_model(folder, layers, 2 * max(lengths), SHAPES[shape], dtype=dtype, device=device)
         pages = 5 * max(lengths) // 2 // 16
-        engine = Engine(folder, dtype=dtype, device=device, num_pages=pages, max_prefill_tokens=max(lengths))
+        engine = Engine(
+            folder, dtype=dtype, device=device, num_pages=pages, max_prefill_tokens=max(lengths)
+        )
         layouts = [*((reuse, False) for reuse in reuses), (INTERLEAVED_REUSE, True)]
         task = progress.add_task("measuring", total=len(lengths) * (len(layouts) + 1))
         for tokens in lengths:
@@ -267,7 +312,9 @@ def main(
             progress.advance(task)
             for reuse, interleaved in layouts:
                 progress.update(task, description=f"{tokens} tokens, {reuse:.0%} reuse")
-                rows = measure(engine, tokens, reuse, policies_for(layers), runs, interleaved=interleaved)
+                rows = measure(
+                    engine, tokens, reuse, policies_for(layers), runs, interleaved=interleaved
+                )
                 report.rows.extend(rows)
                 console.print(table_of(rows))
                 if save is not None:
@@ -279,9 +326,14 @@ def main(
         print(json.dumps(asdict(report)))
 
 
-def _configuration(layers: int, dtype: str, runs: int, shape: str, device: str) -> dict[str, object]:
+def _configuration(
+    layers: int, dtype: str, runs: int, shape: str, device: str
+) -> dict[str, object]:
     sizes = SHAPES[shape]
-    heads = f"{sizes['num_attention_heads']}/{sizes['num_key_value_heads']} heads of {sizes['head_dim']}"
+    heads = (
+        f"{sizes['num_attention_heads']}/{sizes['num_key_value_heads']} heads of "
+        f"{sizes['head_dim']}"
+    )
     cpu = Path("/proc/cpuinfo")
     names = (
         [line.partition(":")[2] for line in cpu.read_text().splitlines() if "model name" in line]
@@ -289,7 +341,8 @@ def _configuration(layers: int, dtype: str, runs: int, shape: str, device: str) 
         else []
     )
     return {
-        "model": f"Qwen3-shaped, random weights, {layers} layers, hidden {sizes['hidden_size']}, {heads}, "
+        "model": f"Qwen3-shaped, random weights, {layers} layers, "
+        f"hidden {sizes['hidden_size']}, {heads}, "
         f"FFN {sizes['intermediate_size']}",
         "device": device,
         "dtype": dtype,
@@ -306,11 +359,20 @@ def _configuration(layers: int, dtype: str, runs: int, shape: str, device: str) 
 def table_of(rows: list[PolicyTimes]) -> Table:
     """One prompt shape; `floor` is the speed-up that the FLOPs alone would allow."""
     layout = ", interleaved" if rows[0].interleaved else ""
-    table = Table("policy", title=f"{rows[0].tokens} tokens, {rows[0].reuse:.0%} reused{layout}", box=box.MARKDOWN)
+    table = Table(
+        "policy",
+        title=f"{rows[0].tokens} tokens, {rows[0].reuse:.0%} reused{layout}",
+        box=box.MARKDOWN,
+    )
     for name in ("TTFT ms", "speed-up", "floor", "time/floor", "FLOPs", "grafted", "redone"):
         table.add_column(name, justify="right")
     for r in rows:
-        times = (f"{1e3 * r.ttft_s:.0f}", f"{r.speedup:.2f}", f"{1 / r.flop_share:.2f}", f"{r.over_floor:.2f}")
+        times = (
+            f"{1e3 * r.ttft_s:.0f}",
+            f"{r.speedup:.2f}",
+            f"{1 / r.flop_share:.2f}",
+            f"{r.over_floor:.2f}",
+        )
         table.add_row(r.policy, *times, f"{r.flop_share:.1%}", str(r.grafted), str(r.recomputed))
     return table
 

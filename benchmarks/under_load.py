@@ -1,10 +1,12 @@
-"""Decoding under load (Vortex, section 6.4.2): time per output token while requests with long prompts arrive at random.
+"""Decoding under load (Vortex, section 6.4.2): time per output token while requests with long
+prompts arrive at random.
 
-A server decodes densely, another one under each flow, one after the other: the same prompts, which share nothing, at
-the same times. Prompts are read by the same server, so gaps hold what other prompts take; Vortex had another machine
-for them.
+A server decodes densely, another one under each flow, one after the other: the same prompts, which
+share nothing, at the same times. Prompts are read by the same server, so gaps hold what other
+prompts take; Vortex had another machine for them.
 
-    python benchmarks/under_load.py [--rates 0.25,0.5,1] [--tokens 16384] [--flows "quest:topk_blocks=64"] [--json]
+    python benchmarks/under_load.py [--rates 0.25,0.5,1] [--tokens 16384]
+        [--flows "quest:topk_blocks=64"] [--json]
 """
 
 import asyncio
@@ -39,8 +41,8 @@ errors = Console(stderr=True)
 
 @dataclass(frozen=True)
 class LoadResult:
-    """One side at one rate: milliseconds per output token of a request (its answer's mean), gaps between tokens, and
-    throughput."""
+    """One side at one rate: milliseconds per output token of a request (its answer's mean), gaps
+    between tokens, and throughput."""
 
     flow: str
     rate: float
@@ -54,16 +56,24 @@ class LoadResult:
     def of(cls, flow: str, rate: float, outcomes: Sequence[Outcome]) -> "LoadResult":
         """Percentiles 50, 95 and 99."""
         summary = Summary.of(outcomes)
-        own = [1e3 * float(np.mean(one.gaps_s)) for one in outcomes if one.error is None and one.gaps_s]
+        own = [
+            1e3 * float(np.mean(one.gaps_s)) for one in outcomes if one.error is None and one.gaps_s
+        ]
         gaps = summary.gap_s
-        tpot = tuple(float(x) for x in np.percentile(own, [50, 95, 99])) if own else (float("nan"),) * 3
+        tpot = (
+            tuple(float(x) for x in np.percentile(own, [50, 95, 99]))
+            if own
+            else (float("nan"),) * 3
+        )
         return cls(
             flow, rate, summary.requests, sum(summary.errors.values()), (tpot[0], tpot[1], tpot[2]),
             (1e3 * gaps.median, 1e3 * gaps.p95, 1e3 * gaps.p99), summary.output_tokens_per_s,
         )  # fmt: skip
 
 
-async def _drive(server: Server, asks: Sequence[Ask], rate: float, seed: int, name: str) -> list[Outcome]:
+async def _drive(
+    server: Server, asks: Sequence[Ask], rate: float, seed: int, name: str
+) -> list[Outcome]:
     times = arrivals(len(asks), rate, seed)
     async with Client(f"{server.url}/v1", extra={"ignore_eos": True}) as client:
         with progress_bar(errors, name) as on_progress:
@@ -71,12 +81,18 @@ async def _drive(server: Server, asks: Sequence[Ask], rate: float, seed: int, na
 
 
 def main(
-    rates: Annotated[str, typer.Option(help="Poisson arrivals per second, by commas.")] = "0.25,0.5,1",
+    rates: Annotated[
+        str, typer.Option(help="Poisson arrivals per second, by commas.")
+    ] = "0.25,0.5,1",
     tokens: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 16384,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 512,
     requests: Annotated[int, typer.Option(help="At each rate.")] = 32,
-    flows: Annotated[str, typer.Option(help="By semicolons.")] = "block_topk:topk_blocks=61;quest:topk_blocks=61",
-    model: Annotated[Path | None, typer.Option(help="A directory.", show_default="random, Qwen3-0.6B's shape")] = None,
+    flows: Annotated[
+        str, typer.Option(help="By semicolons.")
+    ] = "block_topk:topk_blocks=61;quest:topk_blocks=61",
+    model: Annotated[
+        Path | None, typer.Option(help="A directory.", show_default="random, Qwen3-0.6B's shape")
+    ] = None,
     layers: Annotated[int, typer.Option(help="Of the random model.")] = 2,
     dtype: Annotated[str, typer.Option(help="Of the servers.")] = "float32",
     kv_gib: Annotated[int, typer.Option(help="Memory of keys and values.")] = 4,
@@ -90,12 +106,16 @@ def main(
     with TemporaryDirectory() as folder:
         if model is None:
             make_random_model(Path(folder), layers, longest, MODEL_SHAPE)
-        settings = ServerOptions(model or Path(folder), dtype, longest, 0, threads, kv_gib, NO_REUSE)
+        settings = ServerOptions(
+            model or Path(folder), dtype, longest, 0, threads, kv_gib, NO_REUSE
+        )
         words = single_token_words(*local_tokenizer(settings.model))
         for flow in [DENSE, *flows.split(";")]:
             with start(settings, *([] if flow == DENSE else ["--flow", flow])) as server:
                 for rate in map(float, rates.split(",")):
-                    asks = make_workload("rag", Shape(tokens, 0.0, max_tokens), requests, words, f"{seed} {rate}")
+                    asks = make_workload(
+                        "rag", Shape(tokens, 0.0, max_tokens), requests, words, f"{seed} {rate}"
+                    )
                     outcomes = asyncio.run(_drive(server, asks, rate, seed, f"{flow} {rate}"))
                     rows.append(LoadResult.of(flow, rate, outcomes))
                     spread = ", ".join(f"{x:.1f}" for x in rows[-1].tpot_ms)
@@ -113,7 +133,15 @@ def main(
 def table_of(rows: Sequence[LoadResult]) -> Any:
     """One line a side and rate, with how many times less P95 is than dense attention's."""
     table = markdown_table(
-        ("", "rate", "TPOT P50, P95, P99 ms", "gap P50, P95, P99 ms", "tokens/s", "P95 less", "failed")
+        (
+            "",
+            "rate",
+            "TPOT P50, P95, P99 ms",
+            "gap P50, P95, P99 ms",
+            "tokens/s",
+            "P95 less",
+            "failed",
+        )
     )
     dense = {row.rate: row.tpot_ms[1] for row in rows if row.flow == DENSE}
     for row in rows:

@@ -1,7 +1,8 @@
-"""What the load generator asks: RAG, chat and agent prompts of a given length, of which a given share was read before.
+"""What the load generator asks: RAG, chat and agent prompts of a given length, of which a given
+share was read before.
 
-Prompts are made of words of one token each, so that both are exact. A prompt may hold the answers of earlier ones.
-"""
+Prompts are made of words of one token each, so that both are exact. A prompt may hold the answers
+of earlier ones."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +11,8 @@ from itertools import zip_longest
 from random import Random
 
 KINDS = ("rag", "chat", "agents", "mixed")
-DOCUMENT_TOKENS = 512  # at most; prompts with less known text hold shorter documents, of at least two pieces
+# at most; prompts with less known text hold shorter documents, of at least two pieces
+DOCUMENT_TOKENS = 512
 CORPUS_PROMPTS = 3  # the documents are those of this many prompts
 TURNS = 3  # of a chat session; its last prompt has the full length
 AGENTS = 3  # before one judge
@@ -23,7 +25,8 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, eq=False)
 class Ask:
-    """One request; untimed ones are sent first and in order, so that the model has read their text."""
+    """One request; untimed ones are sent first and in order, so that the model has read their
+    text."""
 
     kind: str
     messages: tuple["Message", ...]
@@ -90,13 +93,17 @@ def single_token_words(encode: Encode, candidates: Iterable[str]) -> tuple[str, 
     words = sorted({word for word in candidates if _WORD.fullmatch(word)})
     kept = tuple(word for word in words if len(encode(f"the {word} {word}")) == base + 2)
     if len(kept) < 100:
-        raise ValueError(f"only {len(kept)} of {len(words)} words are single tokens: give the model's tokenizer")
+        raise ValueError(
+            f"only {len(kept)} of {len(words)} words are single tokens: give the model's tokenizer"
+        )
     return kept
 
 
-def make_workload(kind: str, shape: Shape, count: int, words: Sequence[str], seed: object) -> tuple[Ask, ...]:
-    """`count` timed requests of a kind, after the untimed ones that they need; equal arguments give equal text,
-    other shapes, kinds and seeds have no text in common.
+def make_workload(
+    kind: str, shape: Shape, count: int, words: Sequence[str], seed: object
+) -> tuple[Ask, ...]:
+    """`count` timed requests of a kind, after the untimed ones that they need; equal arguments give
+    equal text, other shapes, kinds and seeds have no text in common.
 
     Raises:
         ValueError: an unknown kind, or answers that do not fit into the prompts that hold them.
@@ -111,7 +118,12 @@ def make_workload(kind: str, shape: Shape, count: int, words: Sequence[str], see
     if kind == "agents":
         return author.agents(count)
     parts = [make_workload(part, shape, -(-count // 3), words, seed) for part in KINDS[:3]]
-    mixed = [ask for asks in zip_longest(*([a for a in part if a.timed] for part in parts)) for ask in asks if ask]
+    mixed = [
+        ask
+        for asks in zip_longest(*([a for a in part if a.timed] for part in parts))
+        for ask in asks
+        if ask
+    ]
     return (*(ask for part in parts for ask in part if not ask.timed), *mixed[:count])
 
 
@@ -137,7 +149,8 @@ class Author:
         return (*(ask for ask in asks if not ask.timed), *timed)
 
     def agents(self, count: int) -> tuple[Ask, ...]:
-        """Agents read the same documents, each its own way; a judge reads their answers and documents."""
+        """Agents read the same documents, each its own way; a judge reads their answers and
+        documents."""
         reads, asks = self.read_corpus("agents"), list[Ask]()
         while len(asks) < count:
             team = [self.over_documents("agents") for _ in range(AGENTS)]
@@ -153,33 +166,45 @@ class Author:
         self.corpus = [self._fresh(length) for _ in range(CORPUS_PROMPTS * self.num_documents)]
         batches = [self.corpus[i::CORPUS_PROMPTS] for i in range(CORPUS_PROMPTS)]
         return tuple(
-            Ask(kind, (_user(" ".join(self._fresh(7)), *map(" ".join, batch)),), 1, timed=False) for batch in batches
+            Ask(kind, (_user(" ".join(self._fresh(7)), *map(" ".join, batch)),), 1, timed=False)
+            for batch in batches
         )
 
     def over_documents(self, kind: str, *before: Output) -> Ask:
         """A new instruction, earlier answers, known documents in random order, a new question."""
         known = self.shape.known - sum(output.ask.max_tokens for output in before)
         if known < 0:
-            raise ValueError(f"answers of {self.shape.max_tokens} tokens are more than {self.shape.known} known tokens")
+            raise ValueError(
+                f"answers of {self.shape.max_tokens} tokens are more than {self.shape.known} known "
+                "tokens"
+            )
         documents: list[str] = []
         if known:
             drawn = self.rng.sample(self.corpus, self.num_documents)
             size, extra = divmod(known, self.num_documents)
-            documents = [" ".join(document[: size + (i < extra)]) for i, document in enumerate(drawn)]
+            documents = [
+                " ".join(document[: size + (i < extra)]) for i, document in enumerate(drawn)
+            ]
         instruction, question = self._around()
         if self.shape.interleaved:
             words, parts = instruction.split(), len(documents)
-            texts = [" ".join(words[i * len(words) // parts : (i + 1) * len(words) // parts]) for i in range(parts)]
+            texts = [
+                " ".join(words[i * len(words) // parts : (i + 1) * len(words) // parts])
+                for i in range(parts)
+            ]
             documents = [piece for pair in zip(texts, documents, strict=True) for piece in pair]
             instruction = ""
-        return Ask(kind, (_user(instruction, *before, *documents, question),), self.shape.max_tokens)
+        return Ask(
+            kind, (_user(instruction, *before, *documents, question),), self.shape.max_tokens
+        )
 
     def judge(self, team: Sequence[Ask]) -> Ask:
         """What comes after the agents of a team."""
         return self.over_documents("agents", *map(Output, team))
 
     def session(self) -> list[Ask]:
-        """Turns of one conversation, from an untimed first one to the full length; each adds its share of new words."""
+        """Turns of one conversation, from an untimed first one to the full length; each adds its
+        share of new words."""
         lengths = [self.shape.tokens]
         while self.shape.known and len(lengths) < TURNS + 1:
             earlier = round(lengths[0] * self.shape.reuse) - self.shape.max_tokens
@@ -188,7 +213,9 @@ class Author:
             lengths.insert(0, earlier)
         asks: list[Ask] = []
         for length in lengths:
-            history = (*asks[-1].messages, Message("assistant", (Output(asks[-1]),))) if asks else ()
+            history = (
+                (*asks[-1].messages, Message("assistant", (Output(asks[-1]),))) if asks else ()
+            )
             message = _user(" ".join(self._fresh(length - sum(map(_size, history)))))
             timed = bool(asks) or not self.shape.known
             asks.append(Ask("chat", (*history, message), self.shape.max_tokens, timed))
@@ -202,7 +229,8 @@ class Author:
         return Ask("chat", (_user(instruction, *quoted, question),), self.shape.max_tokens)
 
     def _around(self, new: int | None = None) -> tuple[str, str]:
-        """New text before and behind what is known: half each, or (interleaved) all but a question before."""
+        """New text before and behind what is known: half each, or (interleaved) all but a question
+        before."""
         new = self.shape.tokens - self.shape.known if new is None else new
         behind = min(QUESTION_TOKENS, new // 2) if self.shape.interleaved else new // 2
         return " ".join(self._fresh(new - behind)), " ".join(self._fresh(behind))
@@ -218,11 +246,17 @@ def text_of(pieces: Iterable[Piece], answers: Callable[[Ask], str]) -> str:
 
 def needed_by(ask: Ask) -> list[Ask]:
     """The requests whose answers a request holds."""
-    return [piece.ask for message in ask.messages for piece in message.pieces if isinstance(piece, Output)]
+    return [
+        piece.ask
+        for message in ask.messages
+        for piece in message.pieces
+        if isinstance(piece, Output)
+    ]
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Seconds at which requests arrive: a Poisson process of `rate` per second, or all at 0 for a rate of 0."""
+    """Seconds at which requests arrive: a Poisson process of `rate` per second, or all at 0 for a
+    rate of 0."""
     rng, now, times = Random(f"arrivals {seed}"), 0.0, []
     for _ in range(count):
         now += rng.expovariate(rate) if rate else 0.0
@@ -243,7 +277,8 @@ def _size(message: Message) -> int:
 
 
 def _tail(pieces: Sequence[Piece], count: int) -> list[Piece]:
-    """The last `count` tokens; an answer that does not fit whole is left out, with all before it."""
+    """The last `count` tokens; an answer that does not fit whole is left out, with all before
+    it."""
     kept: list[Piece] = []
     for piece in reversed(pieces):
         size = _piece_size(piece)

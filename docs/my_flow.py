@@ -2,7 +2,20 @@
 
 from dataclasses import dataclass
 
-from kvgraft.decode import Add, Caches, Flow, GeMM, Max, Mean, MeanInterleave, Multiply, Reshape, Selection, Value, topK
+from kvgraft.decode import (
+    Add,
+    Caches,
+    Flow,
+    GeMM,
+    Max,
+    Mean,
+    MeanInterleave,
+    Multiply,
+    Reshape,
+    Selection,
+    Value,
+    topK,
+)
 
 
 @dataclass(frozen=True)  # only a class with options of its own needs this line

@@ -83,7 +83,9 @@ def names_and_values(pieces: Sequence[str]) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-def variants(exact: Told, pieces: Sequence[str], num_layers: int, rng: torch.Generator) -> Iterator[tuple[str, Policy]]:
+def variants(
+    exact: Told, pieces: Sequence[str], num_layers: int, rng: torch.Generator
+) -> Iterator[tuple[str, Policy]]:
     """All oracles of one prompt, by name."""
     [grafted], kv, layers = exact.grafted, exact.kv, range(num_layers)
     every, (names, values) = torch.ones_like(grafted), names_and_values(pieces)
@@ -114,7 +116,8 @@ def variants(exact: Told, pieces: Sequence[str], num_layers: int, rng: torch.Gen
 def answers(
     engine: Engine, item: Item, policies: Sequence[str], rng: torch.Generator
 ) -> Iterator[tuple[str, float, float]]:
-    """(name, score, FLOPs as a share of those of full) of an item's questions for a single value."""
+    """(name, score, FLOPs as a share of those of full) of an item's questions for a single
+    value."""
     chat = find_chat(engine.tokenizer)
     engine.clear_cache()
     for segments in item.phase_1:
@@ -124,7 +127,9 @@ def answers(
 
     for ask in item.phase_2:
         if ask.task.endswith("one"):
-            yield from _answers(engine, ask, as_parts(ask.segments, reused, chat, ask.begun), policies, rng)
+            yield from _answers(
+                engine, ask, as_parts(ask.segments, reused, chat, ask.begun), policies, rng
+            )
 
 
 def _answers(
@@ -170,7 +175,9 @@ def main(
     for name, rows in found.items():
         clusters, scores, shares = zip(*rows, strict=True)
         low, high = bootstrap_share(scores, clusters)
-        table.add_row(name, f"{mean(scores):.2f}", f"{low:.2f} to {high:.2f}", f"{mean(shares):.0%}")
+        table.add_row(
+            name, f"{mean(scores):.2f}", f"{low:.2f} to {high:.2f}", f"{mean(shares):.0%}"
+        )
     Console(width=110).print(table)
 
 

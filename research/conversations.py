@@ -3,11 +3,10 @@
     python -m research.conversations                             the bundled model: scores and KL
     python -m research.conversations --model DIR --sessions 6    any other model: KL over real text
 
-Two kinds of conversation of twelve turns. `growing`: each turn brings a new document and two earlier ones again, and a
-question; all of it stays. `moving`: each prompt holds a new document somewhere among the last ones, in new order, and a
-question. A condition is a policy, how the engine reuses, and how much it reads anew between turns; all of them answer
-the same prompts.
-"""
+Two kinds of conversation of twelve turns. `growing`: each turn brings a new document and two
+earlier ones again, and a question; all of it stays. `moving`: each prompt holds a new document
+somewhere among the last ones, in new order, and a question. A condition is a policy, how the engine
+reuses, and how much it reads anew between turns; all of them answer the same prompts."""
 
 import argparse
 import json
@@ -55,7 +54,8 @@ DEEP = 99  # a depth that nothing reaches
 
 @dataclass(frozen=True)
 class Condition:
-    """`refresh`: tokens that are read anew between turns, at most this share of those of the prompts so far."""
+    """`refresh`: tokens that are read anew between turns, at most this share of those of the
+    prompts so far."""
 
     policy: str
     engine: dict[str, Any] = field(default_factory=dict)
@@ -86,8 +86,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class TurnRow:
-    """One prompt under one condition; `score` is None where no answer is known, shares are of its tokens. `read_anew`
-    is what was read after its answer."""
+    """One prompt under one condition; `score` is None where no answer is known, shares are of its
+    tokens. `read_anew` is what was read after its answer."""
 
     kind: str
     session: int
@@ -103,8 +103,11 @@ class TurnRow:
     read_anew: float
 
 
-def conversation(kind: Kind, rng: Random, documents: Sequence[str], questions: bool) -> Iterator[Turn]:
-    """The turns of one conversation over these documents, of which the first are known to begin with."""
+def conversation(
+    kind: Kind, rng: Random, documents: Sequence[str], questions: bool
+) -> Iterator[Turn]:
+    """The turns of one conversation over these documents, of which the first are known to begin
+    with."""
     history: list[str] = ["instruction : read this ."]
     known = len(documents) - TURNS
     window = list(documents[:known])[-WINDOW:]
@@ -137,20 +140,29 @@ def _question(rng: Random, base: Sequence[str]) -> tuple[str, str | None]:
 def _real_question(rng: Random, base: Sequence[str]) -> tuple[str, str | None]:
     words = rng.choice(base[1:]).split()
     start = rng.randrange(max(1, len(words) - 8))
-    return f'Question: explain what is meant by "{" ".join(words[start : start + 8])}". Answer:', None
+    return (
+        f'Question: explain what is meant by "{" ".join(words[start : start + 8])}". Answer:',
+        None,
+    )
 
 
-def make_sessions(count: int, seed: int, *, testbed: bool) -> list[tuple[Kind, int, list[str], list[Turn]]]:
+def make_sessions(
+    count: int, seed: int, *, testbed: bool
+) -> list[tuple[Kind, int, list[str], list[Turn]]]:
     """(kind, number, the documents that are known at first, turns); as many of each kind."""
     made = []
     for kind, number in product(KINDS, range(count)):
         rng = Random(f"{kind} {seed} {number}")  # noqa: S311
         total = WINDOW + TURNS
         if testbed:
-            written = make_documents(rng, FACTS, orders=[tuple(range(total))], num_tokens=total * WORDS)
+            written = make_documents(
+                rng, FACTS, orders=[tuple(range(total))], num_tokens=total * WORDS
+            )
             documents = list(written)
         else:
-            texts = rng.sample([text for text in sorted(topics.values()) if len(text) > 2 * CHARACTERS], total)
+            texts = rng.sample(
+                [text for text in sorted(topics.values()) if len(text) > 2 * CHARACTERS], total
+            )
             documents = [" ".join(text[CHARACTERS : 2 * CHARACTERS].split()) for text in texts]
         turns = list(conversation(kind, rng, documents, testbed))
         made.append((kind, number, documents[:WINDOW], turns))
@@ -160,16 +172,20 @@ def make_sessions(count: int, seed: int, *, testbed: bool) -> list[tuple[Kind, i
 def answers(
     engine: Engine, condition: Condition, known: Sequence[str], turns: Iterable[Turn]
 ) -> Iterator[tuple[str, Tensor, Any, int]]:
-    """Text, first logits and report of every turn of a conversation, whose first documents are read alone before, and
-    the tokens that were read anew after it."""
+    """Text, first logits and report of every turn of a conversation, whose first documents are read
+    alone before, and the tokens that were read anew after it."""
     engine.clear_cache()
     allowance = Allowance(condition.refresh)
     for text in known:
-        engine.generate([Request(as_parts(("instruction :", text, "")), "full", SamplingParams(max_tokens=1))])
+        engine.generate(
+            [Request(as_parts(("instruction :", text, "")), "full", SamplingParams(max_tokens=1))]
+        )
     for turn in turns:
         most = len((turn.answer or "").split()) or 1
         sampling = SamplingParams(max_tokens=most, ignore_eos=True)
-        request = Request(as_parts(turn.segments, ()), condition.policy, sampling, return_logits=True)
+        request = Request(
+            as_parts(turn.segments, ()), condition.policy, sampling, return_logits=True
+        )
         [result] = engine.generate([request])
         if result.first_logits is None:
             raise RuntimeError(result.error)
@@ -196,8 +212,10 @@ def run(model: Path, count: int, seed: int, conditions: Sequence[str]) -> list[T
                     kl, total = first_token(logits, expected)["kl"], report.prompt_tokens
                     rows.append(
                         TurnRow(
-                            kind, number, turn, name, score, kl, report.depth, report.prefix_tokens / total,
-                            report.continued_tokens / total, report.grafted_tokens / total, report.computed_share,
+                            kind, number, turn, name, score, kl, report.depth,
+                            report.prefix_tokens / total,
+                            report.continued_tokens / total, report.grafted_tokens / total,
+                            report.computed_share,
                             num_read / total,
                         )
                     )  # fmt: skip
@@ -218,16 +236,33 @@ def trend(rows: Sequence[TurnRow], of: str) -> tuple[float, float, float]:
 
 
 def table(rows: Sequence[TurnRow], kind: str) -> Table:
-    """Lines of a condition: score and KL by stretches of turns, their trend, what was reused, what was computed, the
-    mean depth of what answers rest on, what was read anew."""
+    """Lines of a condition: score and KL by stretches of turns, their trend, what was reused, what
+    was computed, the mean depth of what answers rest on, what was read anew."""
     found = Table(title=kind, box=box.MARKDOWN)
-    columns = "condition", "1-3", "4-6", "7-9", "10-12", "all (95 %)", "a turn (95 %)", "reused", "computed", "depth"
+    columns = (
+        "condition",
+        "1-3",
+        "4-6",
+        "7-9",
+        "10-12",
+        "all (95 %)",
+        "a turn (95 %)",
+        "reused",
+        "computed",
+        "depth",
+    )
     for name in (*columns, "read anew"):
         found.add_column(name, justify="left" if name == "condition" else "right")
     for condition in dict.fromkeys(row.condition for row in rows):
         mine = [row for row in rows if (row.kind, row.condition) == (kind, condition)]
-        reused = [np.mean([getattr(row, name) for row in mine]) for name in ("prefix", "continued", "grafted")]
-        means = [np.mean([getattr(row, name) for row in mine]) for name in ("computed", "depth", "read_anew")]
+        reused = [
+            np.mean([getattr(row, name) for row in mine])
+            for name in ("prefix", "continued", "grafted")
+        ]
+        means = [
+            np.mean([getattr(row, name) for row in mine])
+            for name in ("computed", "depth", "read_anew")
+        ]
         for of in ("kl",) if rows[0].score is None else ("score", "kl"):
             values = [getattr(row, of) for row in mine]
             by_turn = np.array(values).reshape(-1, 4, TURNS // 4).mean((0, 2))
@@ -235,14 +270,17 @@ def table(rows: Sequence[TurnRow], kind: str) -> Table:
             slope, least, most = trend(mine, of)
             found.add_row(
                 f"{condition}: {of}", *(f"{value:.3f}" for value in by_turn),
-                f"{np.mean(values):.3f} ({low:.3f}-{high:.3f})", f"{slope:+.4f} ({least:+.4f} to {most:+.4f})",
-                " + ".join(f"{share:.2f}" for share in reused), *(f"{value:.3f}" for value in means),
+                f"{np.mean(values):.3f} ({low:.3f}-{high:.3f})",
+                f"{slope:+.4f} ({least:+.4f} to {most:+.4f})",
+                " + ".join(f"{share:.2f}" for share in reused),
+                *(f"{value:.3f}" for value in means),
             )  # fmt: skip
     return found
 
 
 def depth_table(rows: Sequence[TurnRow]) -> Table:
-    """Score and KL by the depth of what an answer rests on, of the condition that knows no limit."""
+    """Score and KL by the depth of what an answer rests on, of the condition that knows no
+    limit."""
     found = Table("depth", "prompts", "score", "KL", title="by depth (any depth)", box=box.MARKDOWN)
     mine = [row for row in rows if row.condition == "any depth"]
     for depth in sorted({row.depth for row in mine}):
@@ -254,9 +292,22 @@ def depth_table(rows: Sequence[TurnRow]) -> Table:
 
 def refresh_table(rows: Sequence[TurnRow]) -> Table:
     """What reading anew changes, prompt by prompt, with intervals over conversations."""
-    found = Table("kind", "condition", "score", "KL", "computed", "depth", title=f"less {PLAIN}", box=box.MARKDOWN)
-    for kind, name in product(KINDS, (name for name, condition in CONDITIONS.items() if condition.refresh)):
-        mine, plain = ([row for row in rows if (row.kind, row.condition) == (kind, c)] for c in (name, PLAIN))
+    found = Table(
+        "kind",
+        "condition",
+        "score",
+        "KL",
+        "computed",
+        "depth",
+        title=f"less {PLAIN}",
+        box=box.MARKDOWN,
+    )
+    for kind, name in product(
+        KINDS, (name for name, condition in CONDITIONS.items() if condition.refresh)
+    ):
+        mine, plain = (
+            [row for row in rows if (row.kind, row.condition) == (kind, c)] for c in (name, PLAIN)
+        )
         if not (mine and plain):
             continue
         cells = []
@@ -266,7 +317,9 @@ def refresh_table(rows: Sequence[TurnRow]) -> Table:
                 cells.append("-")
                 continue
             difference = paired_difference(ours, theirs, [row.session for row in mine])
-            cells.append(f"{difference.value:+.3f} ({difference.low:+.3f} to {difference.high:+.3f})")
+            cells.append(
+                f"{difference.value:+.3f} ({difference.low:+.3f} to {difference.high:+.3f})"
+            )
         found.add_row(kind, name, *cells)
     return found
 
@@ -280,8 +333,18 @@ def draw(rows: Sequence[TurnRow], path: Path) -> None:
             for number, condition in enumerate(dict.fromkeys(row.condition for row in rows)):
                 mine = [row for row in rows if (row.kind, row.condition) == (kind, condition)]
                 turns = range(1, TURNS + 1)
-                means = [np.mean([getattr(row, of) for row in mine if row.turn == turn]) for turn in turns]
-                axis.plot(turns, means, marker="o", markersize=3, color=COLOURS[number % len(COLOURS)], label=condition)
+                means = [
+                    np.mean([getattr(row, of) for row in mine if row.turn == turn])
+                    for turn in turns
+                ]
+                axis.plot(
+                    turns,
+                    means,
+                    marker="o",
+                    markersize=3,
+                    color=COLOURS[number % len(COLOURS)],
+                    label=condition,
+                )
             axis.set_title(kind)
             axis.set_xlabel("turn")
         axes[0].set_ylabel("KL to full, nats" if of == "kl" else of)
@@ -291,7 +354,9 @@ def draw(rows: Sequence[TurnRow], path: Path) -> None:
 
 def main() -> None:
     """Measure, and write rows, tables and a picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=MODEL_DIR)
     parser.add_argument("--sessions", type=int, default=24, help="of each kind")
     parser.add_argument("--seed", type=int, default=SEED)
@@ -303,7 +368,9 @@ def main() -> None:
         parser.error(f"unknown conditions {unknown}: choose from {'; '.join(CONDITIONS)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows = run(arguments.model, arguments.sessions, arguments.seed, conditions)
-    (arguments.out / "rows.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+    (arguments.out / "rows.jsonl").write_text(
+        "".join(json.dumps(asdict(row)) + "\n" for row in rows)
+    )
     console = Console(width=190, record=True)
     for kind in KINDS:
         console.print(table(rows, kind))

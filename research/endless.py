@@ -1,14 +1,15 @@
-"""Sessions without an end: what is computed in each turn, and what answers are worth, over forty turns.
+"""Sessions without an end: what is computed in each turn, and what answers are worth, over forty
+turns.
 
     python -m research.endless                                   the bundled model: scores and KL
     python -m research.endless --model DIR --sessions 2          any other model: KL over real text
 
-Six shapes, by what happens to the history: the oldest group of a turn is dropped at a budget (`dropping`) or goes into
-a summary (`summary`), a clock stands in front of everything (`clock`), what a model thought is left out of later
-prompts (`thinking`), tools come in another order (`tools`), documents of a window do (`window`). A group is a document,
-a question and its answer. Nothing is frozen, and the idle refresh is off as in a server by default, but for the
-condition that names it.
-"""
+Six shapes, by what happens to the history: the oldest group of a turn is dropped at a budget
+(`dropping`) or goes into a summary (`summary`), a clock stands in front of everything (`clock`),
+what a model thought is left out of later prompts (`thinking`), tools come in another order
+(`tools`), documents of a window do (`window`). A group is a document, a question and its answer.
+Nothing is frozen, and the idle refresh is off as in a server by default, but for the condition that
+names it."""
 
 import argparse
 import json
@@ -47,7 +48,8 @@ EARLY, LATE = range(4, 10), range(10, TURNS + 1)  # turns that are compared
 MOST_MEAN, MOST_TURN = 1.15, 2.0  # what late turns may compute, of the mean of early ones
 WINDOW = 6  # groups of a prompt that drops them, or documents of a window
 GROUPS, SUMMARISED = 10, 5  # groups at which so many of the oldest ones are summarised
-WORDS = {"long": 90, "short": 45}  # of a document of the testbed: where prompts stay short, and where they grow
+# of a document of the testbed: where prompts stay short, and where they grow
+WORDS = {"long": 90, "short": 45}
 CHARACTERS = {"long": 700, "short": 260}  # of one of real text
 GROWING: tuple[Shape, ...] = ("clock", "thinking", "tools")
 NUM_TOOLS = 6
@@ -69,8 +71,8 @@ CONDITIONS: Mapping[str, Condition] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt under one condition; `score` is None where no answer is known. `computed` is a share of its tokens,
-    what was read anew after its answer included."""
+    """One prompt under one condition; `score` is None where no answer is known. `computed` is a
+    share of its tokens, what was read anew after its answer included."""
 
     shape: Shape
     session: int
@@ -83,7 +85,9 @@ class Row:
     computed: float
 
 
-def session(shape: Shape, rng: Random, documents: Sequence[str], *, testbed: bool) -> Iterator[Turn]:
+def session(
+    shape: Shape, rng: Random, documents: Sequence[str], *, testbed: bool
+) -> Iterator[Turn]:
     """The turns of one session, each of which brings the next document."""
     tools: list[str] = []
     groups: list[tuple[str, str]] = []
@@ -123,7 +127,11 @@ def in_another_order(turn: Turn, rng: Random) -> Turn:
 def pieces(characters: int) -> list[str]:
     """Texts of so many characters of Python's documentation."""
     texts = (" ".join(text.split()) for _, text in sorted(topics.items()))
-    return [text[at : at + characters] for text in texts for at in range(0, len(text) - characters, characters)]
+    return [
+        text[at : at + characters]
+        for text in texts
+        for at in range(0, len(text) - characters, characters)
+    ]
 
 
 def make_sessions(
@@ -146,9 +154,13 @@ def make_sessions(
 
 
 def run(
-    model: Path, sessions: Sequence[tuple[Shape, int, list[Turn]]], conditions: Sequence[str], dtype: str
+    model: Path,
+    sessions: Sequence[tuple[Shape, int, list[Turn]]],
+    conditions: Sequence[str],
+    dtype: str,
 ) -> Iterator[list[Row]]:
-    """The rows of one session after another: all conditions over the same prompts, each on an engine of its own."""
+    """The rows of one session after another: all conditions over the same prompts, each on an
+    engine of its own."""
     names = ("full", *conditions)
     engines = {name: Engine(model, dtype=dtype, **condition(name).engine) for name in names}
     with progress_bar(Console(stderr=True), "sessions") as on_progress:
@@ -166,36 +178,50 @@ def run(
                     score = None if answer is None else contains_all(text, answer.split())
                     kl, total = first_token(logits, truth[turn - 1])["kl"], report.prompt_tokens
                     share = report.computed_share + num_read / total
-                    rows.append(Row(shape, number, turn, name, score, kl, report.depth, total, share))
+                    rows.append(
+                        Row(shape, number, turn, name, score, kl, report.depth, total, share)
+                    )
                 on_progress(done, len(sessions) * len(names))
             yield rows
 
 
 def condition(name: str) -> Condition:
-    """The one of that name; `full` is no condition that can be chosen, since all are compared with it."""
+    """The one of that name; `full` is no condition that can be chosen, since all are compared with
+    it."""
     return CONDITIONS.get(name, Condition("full"))
 
 
 def by_turn(rows: Sequence[Row], of: str, turns: Sequence[int]) -> list[float]:
     """Means over sessions."""
-    return [float(np.mean([getattr(row, of) for row in rows if row.turn == turn])) for turn in turns]
+    return [
+        float(np.mean([getattr(row, of) for row in rows if row.turn == turn])) for turn in turns
+    ]
 
 
 def trend(rows: Sequence[Row]) -> tuple[float, float, float]:
-    """Change of the KL in ten turns, from the fourth on: Sen's slope of the means by turn, with its 95 % interval."""
+    """Change of the KL in ten turns, from the fourth on: Sen's slope of the means by turn, with its
+    95 % interval."""
     turns = range(EARLY.start, TURNS + 1)
     slope, _, low, high = theilslopes(by_turn(rows, "kl", turns), turns)
     return 10 * float(slope), 10 * float(low), 10 * float(high)
 
 
 def table(rows: Sequence[Row], shape: Shape) -> Table:
-    """What is computed, and the score and KL of answers, in early and late turns. Condition by condition. The unit of
-    KL is the mean of order noise, if that was measured."""
-    noise = [row.kl for row in rows if (row.shape, row.condition) == (shape, NOISE) and row.turn >= EARLY.start]
+    """What is computed, and the score and KL of answers, in early and late turns. Condition by
+    condition. The unit of KL is the mean of order noise, if that was measured."""
+    noise = [
+        row.kl
+        for row in rows
+        if (row.shape, row.condition) == (shape, NOISE) and row.turn >= EARLY.start
+    ]
     unit = float(np.mean(noise)) if noise else 1.0
-    found = Table(title=f"{shape}, order noise {unit:.3f} nats" if noise else shape, box=box.MARKDOWN)
-    columns = ("condition", "tokens", "computed, early", "late", "late / early", "most of a turn / early", "level",
-               "right, early", "late", "KL, early", "late", "KL in ten turns (95 %)", "depth")  # fmt: skip
+    found = Table(
+        title=f"{shape}, order noise {unit:.3f} nats" if noise else shape, box=box.MARKDOWN
+    )
+    columns = ("condition", "tokens", "computed, early", "late", "late / early",
+    "most of a turn / early", "level",
+               "right, early", "late", "KL, early", "late", "KL in ten turns (95 %)",
+               "depth")  # fmt: skip
     for name in columns:
         found.add_column(name, justify="left" if name == "condition" else "right")
     for condition in dict.fromkeys(row.condition for row in rows):
@@ -207,8 +233,10 @@ def table(rows: Sequence[Row], shape: Shape) -> Table:
             right = [f"{np.mean(by_turn(mine, 'score', turns)):.3f}" for turns in (EARLY, LATE)]
         slope, low, high = trend(mine)
         found.add_row(
-            condition, f"{np.mean([row.tokens for row in mine]):.0f}", f"{np.mean(early):.3f}", f"{np.mean(late):.3f}",
-            f"{share:.2f}", f"{most:.2f}", "yes" if share <= MOST_MEAN and most <= MOST_TURN else "NO", *right,
+            condition, f"{np.mean([row.tokens for row in mine]):.0f}", f"{np.mean(early):.3f}",
+            f"{np.mean(late):.3f}",
+            f"{share:.2f}", f"{most:.2f}",
+            "yes" if share <= MOST_MEAN and most <= MOST_TURN else "NO", *right,
             *(f"{np.mean(by_turn(mine, 'kl', turns)) / unit:.3f}" for turns in (EARLY, LATE)),
             f"{slope / unit:+.3f} ({low / unit:+.3f} to {high / unit:+.3f})",
             f"{np.mean([row.depth for row in mine]):.1f}",
@@ -220,13 +248,22 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     """Computed share and KL by turn, a line for each condition."""
     shapes = list(dict.fromkeys(row.shape for row in rows))
     with mpl.rc_context(STYLE):
-        figure, axes = plt.subplots(2, len(shapes), figsize=(2.7 * len(shapes) + 1, 5.6), sharex=True, squeeze=False)
+        figure, axes = plt.subplots(
+            2, len(shapes), figsize=(2.7 * len(shapes) + 1, 5.6), sharex=True, squeeze=False
+        )
         for column, shape in zip(axes.T, shapes, strict=True):
-            for number, condition in enumerate(dict.fromkeys(row.condition for row in rows if row.condition != "full")):
+            for number, condition in enumerate(
+                dict.fromkeys(row.condition for row in rows if row.condition != "full")
+            ):
                 mine = [row for row in rows if (row.shape, row.condition) == (shape, condition)]
                 turns = range(1, TURNS + 1)
                 for axis, of in zip(column, ("computed", "kl"), strict=True):
-                    axis.plot(turns, by_turn(mine, of, turns), color=COLOURS[number % len(COLOURS)], label=condition)
+                    axis.plot(
+                        turns,
+                        by_turn(mine, of, turns),
+                        color=COLOURS[number % len(COLOURS)],
+                        label=condition,
+                    )
             column[0].set_title(shape)
             column[0].set_ylim(0, 1)
             column[1].set_xlabel("turn")
@@ -237,8 +274,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure the sessions that `rows.jsonl` does not have yet, and write tables and a picture of all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure the sessions that `rows.jsonl` does not have yet, and write tables and a picture of
+    all."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, default=MODEL_DIR)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--sessions", type=int, default=4, help="of each shape")
@@ -253,9 +293,13 @@ def main() -> None:
             parser.error(f"unknown {unknown}: choose from {', '.join(known)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / "rows.jsonl"
-    rows = [Row(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = (
+        [Row(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    )
     done = {(row.shape, row.session) for row in rows}
-    made = make_sessions(shapes, arguments.sessions, arguments.seed, testbed=arguments.model == MODEL_DIR)
+    made = make_sessions(
+        shapes, arguments.sessions, arguments.seed, testbed=arguments.model == MODEL_DIR
+    )
     missing = [one for one in made if one[:2] not in done]
     for found in run(arguments.model, missing, conditions, arguments.dtype) if missing else ():
         rows += found

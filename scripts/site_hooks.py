@@ -1,9 +1,10 @@
-"""Hooks of the documentation site (mkdocs.yml): pages of `research/`, and links to files that are no pages.
+"""Hooks of the documentation site (mkdocs.yml): pages of `research/`, and links to files that are
+no pages.
 
-`research/NAME/README.md` becomes the page `research/NAME.md`. A link to such a file leads to its page; one to anything
-else outside `docs/` (a source file) becomes its text, since the site has no copy of it. A file that does not exist is a
-warning, and so is whatever a page would load from another host; `mkdocs build --strict` takes warnings for errors.
-"""
+`research/NAME/README.md` becomes the page `research/NAME.md`. A link to such a file leads to its
+page; one to anything else outside `docs/` (a source file) becomes its text, since the site has no
+copy of it. A file that does not exist is a warning, and so is whatever a page would load from
+another host; `mkdocs build --strict` takes warnings for errors."""
 
 import logging
 import re
@@ -16,7 +17,9 @@ from mkdocs.structure.files import File, Files
 logger = logging.getLogger("mkdocs.plugins.site_hooks")
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(!?)\[([^\]\[]*)\]\(([^)#\s:]+)(#[^)\s]*)?\)")
-LOADED = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)""")
+LOADED = re.compile(
+    r"""<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)"""
+)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -55,7 +58,9 @@ def _on_site(link: re.Match[str], here: str) -> str:
 
 def _in_repository(page: str) -> str:
     """Where a page's text lies."""
-    return f"{page.removesuffix('.md')}/README.md" if page.startswith("research/") else f"docs/{page}"
+    return (
+        f"{page.removesuffix('.md')}/README.md" if page.startswith("research/") else f"docs/{page}"
+    )
 
 
 def _as_page(path: str) -> str | None:

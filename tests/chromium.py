@@ -16,7 +16,13 @@ from websockets.sync.client import ClientConnection, connect
 TIMEOUT_S = 60.0
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
-OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-port=0")
+OPTIONS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--remote-debugging-port=0",
+)
 
 
 def find_chromium() -> str | None:
@@ -30,7 +36,8 @@ class Page:
     def __init__(self, socket: ClientConnection) -> None:
         self._socket = socket
         self._ids = itertools.count(1)
-        self.complaints: list[str] = []  # errors in the console, exceptions, and what the content policy blocked
+        # errors in the console, exceptions, and what the content policy blocked
+        self.complaints: list[str] = []
 
     def command(self, method: str, **params: Any) -> dict[str, Any]:
         """Send a command and wait for its result.
@@ -54,13 +61,16 @@ class Page:
         Raises:
             RuntimeError: it throws.
         """
-        answer = self.command("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        answer = self.command(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
         if "exceptionDetails" in answer:
             raise RuntimeError(json.dumps(answer["exceptionDetails"]))
         return answer["result"].get("value")
 
     def wait_until(self, condition: str) -> None:
-        """Wait until a JavaScript condition holds, looking again whenever the page changes or becomes ready."""
+        """Wait until a JavaScript condition holds, looking again whenever the page changes or
+        becomes ready."""
         timeout = int(1000 * TIMEOUT_S)
         self.evaluate(f"""new Promise((resolve, reject) => {{
             const look = () => {{ if ({condition}) {{ watcher.disconnect(); resolve(true); }} }};
@@ -73,11 +83,21 @@ class Page:
 
     def open(self, url: str, *, key: str | None, dark: bool = False, width: int = 1200) -> None:
         """Load a page, showing a key as a browser does that asked for a password."""
-        headers = {"Authorization": "Basic " + base64.b64encode(f"anyone:{key}".encode()).decode()} if key else {}
+        headers = (
+            {"Authorization": "Basic " + base64.b64encode(f"anyone:{key}".encode()).decode()}
+            if key
+            else {}
+        )
         self.command("Network.setExtraHTTPHeaders", headers=headers)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.command("Emulation.setEmulatedMedia", features=[scheme])
-        self.command("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.command(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         self.complaints.clear()
         self.command("Page.navigate", url=url)
         self.wait_until("document.readyState === 'complete'")
@@ -108,7 +128,8 @@ def browsing(command: str, directory: Path) -> Iterator[Page]:
     finally:
         process.kill()
         process.wait()
-        if process.stderr is not None:  # its helpers may hold the other end for longer: do not read until theirs closes
+        # its helpers may hold the other end for longer: do not read until theirs closes
+        if process.stderr is not None:
             process.stderr.close()
 
 

@@ -1,4 +1,5 @@
-"""Chunks whose payload follows from their key, so that any process can tell whether it reads the right one."""
+"""Chunks whose payload follows from their key, so that any process can tell whether it reads the
+right one."""
 
 import hashlib
 import os
@@ -33,7 +34,9 @@ def make_chunks(tokens, *, source, scope=SCOPE, chunk_blocks=4, namespace="tenan
 
 
 def make_chunk(seed, *, scope=SCOPE, num_blocks=4):
-    (chunk,) = make_chunks(make_tokens(num_blocks, seed), source=seed, scope=scope, chunk_blocks=num_blocks)
+    (chunk,) = make_chunks(
+        make_tokens(num_blocks, seed), source=seed, scope=scope, chunk_blocks=num_blocks
+    )
     return chunk
 
 
@@ -41,12 +44,18 @@ def make_payload(chunk, dtype=torch.float32):
     """Of every chunk another, whatever its source: [streams, tokens, d] each."""
     seed = int.from_bytes(hashlib.sha256(chunk.key).digest()[:7], "little")
     generator, count = torch.Generator().manual_seed(seed), len(chunk.tokens)
-    return {name: torch.randn(s, count, d, generator=generator).to(dtype) for name, (s, d) in SHAPES.items()}
+    return {
+        name: torch.randn(s, count, d, generator=generator).to(dtype)
+        for name, (s, d) in SHAPES.items()
+    }
 
 
 NBYTES = sum(tensor.nbytes for tensor in make_payload(make_chunk(0)).values())  # of four blocks
 FILE = len(
-    files.encode(ChunkRecord.of(make_chunk(0), make_payload(make_chunk(0)), int8=False), make_payload(make_chunk(0)))
+    files.encode(
+        ChunkRecord.of(make_chunk(0), make_payload(make_chunk(0)), int8=False),
+        make_payload(make_chunk(0)),
+    )
 )
 FILE += 16  # bytes, of longer source numbers
 
@@ -72,12 +81,16 @@ def same(fetched, chunk, place, dtype=torch.float32):
 
 
 def holds(store, chunk, dtype=torch.float32):
-    """Whether the chunk is there, whole and to the last bit; it must not be there in part, nor wrongly."""
+    """Whether the chunk is there, whole and to the last bit; it must not be there in part, nor
+    wrongly."""
     fetched = store.fetch(store.prefix(chunk.chains, chunk.scope), chunk.scope)
     assert len(fetched) == chunk.num_blocks
     if all(block is None for block in fetched):
         return False
-    assert all(block is not None and same(block, chunk, place, dtype) for place, block in enumerate(fetched))
+    assert all(
+        block is not None and same(block, chunk, place, dtype)
+        for place, block in enumerate(fetched)
+    )
     return True
 
 
@@ -93,7 +106,8 @@ def die(*_):
 
 
 def put_many(directory, seeds, disk_bytes, moment, reports):
-    """Put chunks until killed, or die as by kill -9 when a moment of the second file or of the first eviction comes."""
+    """Put chunks until killed, or die as by kill -9 when a moment of the second file or of the
+    first eviction comes."""
     limits = {"ram_bytes": 1 << 20, "disk_bytes": disk_bytes, "quota": 1.0}
     with SegmentStore(block_size=SIZE, directory=directory, **limits) as store:
         if moment is not None:
@@ -136,9 +150,12 @@ def look(directory, reports):
 
 
 def share(directory, mine, theirs, reports):
-    """Put my chunks while another process puts its own, reading both; report what was read and what is wrong."""
+    """Put my chunks while another process puts its own, reading both; report what was read and what
+    is wrong."""
     found, wrong = set(), 0
-    with SegmentStore(block_size=SIZE, ram_bytes=0, directory=directory, disk_bytes=1 << 24, quota=1.0) as store:
+    with SegmentStore(
+        block_size=SIZE, ram_bytes=0, directory=directory, disk_bytes=1 << 24, quota=1.0
+    ) as store:
         for turn in range(3):
             for own, other in zip(mine, theirs, strict=True):
                 store.put(make_chunk(own), make_payload(make_chunk(own)))

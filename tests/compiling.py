@@ -1,4 +1,5 @@
-"""Triton kernels where there is no device: a call compiles them for CUDA (sm_90), as it needs them, and does no more.
+"""Triton kernels where there is no device: a call compiles them for CUDA (sm_90), as it needs them,
+and does no more.
 
 For a process without the interpreter, which lets pass what the compiler does not.
 """
@@ -15,7 +16,8 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 kernels: dict[int, JITFunction] = {}  # by identity, those that were called
-compiled: list[tuple[str, int, int]] = []  # kernels, bytes of shared memory, bytes that a thread spills
+# kernels, bytes of shared memory, bytes that a thread spills
+compiled: list[tuple[str, int, int]] = []
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -41,7 +43,9 @@ def compile_only() -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         assert len(kernel.asm["cubin"]) > 1000
         kernels[id(self)] = self
-        compiled.append((self.fn.__name__, kernel.metadata.shared, spilled_bytes(kernel.asm["cubin"])))
+        compiled.append(
+            (self.fn.__name__, kernel.metadata.shared, spilled_bytes(kernel.asm["cubin"]))
+        )
         return kernel
 
     JITFunction.run = compile_instead
@@ -50,7 +54,10 @@ def compile_only() -> None:
 def variants() -> list[str]:
     """The kernels that were compiled, each as often as it was for other arguments."""
     return [
-        kernel.fn.__name__ for kernel in kernels.values() for caches in kernel.device_caches.values() for _ in caches[0]
+        kernel.fn.__name__
+        for kernel in kernels.values()
+        for caches in kernel.device_caches.values()
+        for _ in caches[0]
     ]
 
 

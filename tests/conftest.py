@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # each process has one thread, and so has all that it starts
+# each process has one thread, and so has all that it starts
+if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"], os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "1", "nobind"
     torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -24,7 +25,8 @@ properties.register()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts vLLM and what is for `make test-all` and `make test-soak`, and say what goes together."""
+    """Mark what starts vLLM and what is for `make test-all` and `make test-soak`, and say what goes
+    together."""
     for item in items:
         if tiers.starts_vllm(item):
             item.add_marker("vllm")
@@ -40,7 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _same_hashes() -> Iterator[None]:
     """Indices whose secret is no chance's: which near-duplicates they propose depends on it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvgraft.segments.index.os", SimpleNamespace(urandom=lambda count: b"s" * count))
+        patch.setattr(
+            "kvgraft.segments.index.os", SimpleNamespace(urandom=lambda count: b"s" * count)
+        )
         yield
 
 

@@ -6,4 +6,5 @@ Random numbers are drawn on the CPU, so that they are the same everywhere.
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CLOSE = {"atol": 2e-5, "rtol": 1e-5} if DEVICE == "cuda" else {}  # float32 summed in another order; else PyTorch's own
+# float32 summed in another order; else PyTorch's own
+CLOSE = {"atol": 2e-5, "rtol": 1e-5} if DEVICE == "cuda" else {}

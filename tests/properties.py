@@ -1,4 +1,5 @@
-"""How many examples Hypothesis tries: the same ones in every run, more of them in the profile `full`."""
+"""How many examples Hypothesis tries: the same ones in every run, more of them in the profile
+`full`."""
 
 from typing import Any
 

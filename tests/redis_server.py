@@ -11,7 +11,9 @@ import pytest
 import redis
 
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
-needs_redis = pytest.mark.skipif(PROGRAM is None, reason="neither redis-server nor valkey-server is installed")
+needs_redis = pytest.mark.skipif(
+    PROGRAM is None, reason="neither redis-server nor valkey-server is installed"
+)
 
 
 class RedisServer:
@@ -23,7 +25,17 @@ class RedisServer:
         self.start()
 
     def start(self) -> None:
-        command = [PROGRAM, "--port", "0", "--unixsocket", str(self._socket), "--save", "", "--appendonly", "no"]
+        command = [
+            PROGRAM,
+            "--port",
+            "0",
+            "--unixsocket",
+            str(self._socket),
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         self.client = redis.Redis.from_url(self.url)
         deadline = time.monotonic() + 60.0

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,21 @@ LAYERS = [  # each may import what stands before it, and itself
 ]
 STORE = [  # within segments/store/, each may import what stands before it
     {"chunk", "events"},
-    {"budget", "files", "health", "readers", "redis_place", "register", "writer"},
-    {"catalogue", "file_place", "secret"},
-    {"catalogue_reader", "places", "seals"},
+    {"budget", "chunk_index", "circuit_breaker", "files", "readers", "redis_backend", "writer"},
+    {"catalogue", "file_backend", "secret"},
+    {"backends", "catalogue_reader", "signer"},
     {"disk", "memory", "maintenance", "shared"},
     {"sharing", "tiers"},
     {"store"},
     {"options"},
     {"__init__"},
 ]
+MOST_ATTRIBUTES = 12
+LARGE_CLASSES = {  # that have more; none may grow
+    "SchedulerSide": 27, "ModelHost": 22, "PartialPrefill": 22, "Replica": 19, "VllmPrefill": 16,
+    "SharedTier": 16, "NativePrefill": 16, "DiskTier": 15, "Engine": 15, "TenantEngineClient": 14,
+    "_Run": 14, "StoreScheduler": 13, "Recording": 13,
+}  # fmt: skip
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 FILES = sorted(SOURCE.rglob("*.py"))
 ROOT = SOURCE.parent.parent
@@ -74,7 +81,17 @@ def test_the_store_knows_its_tiers_and_they_know_nothing_of_it():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_foreign_libraries_stay_in_their_rooms(path: Path):
     allowed = {
-        "torch": {"kernels", "kv", "prefill", "decode", "engine", "evaluate", "guard", "vllm", "store"},
+        "torch": {
+            "kernels",
+            "kv",
+            "prefill",
+            "decode",
+            "engine",
+            "evaluate",
+            "guard",
+            "vllm",
+            "store",
+        },
         "transformers": {"engine", "models", "segments"},
         "matplotlib": {"evaluate", "fleet"},
         "scipy": {"evaluate"},
@@ -95,7 +112,9 @@ def test_foreign_libraries_stay_in_their_rooms(path: Path):
         assert library not in roots or room in rooms, f"{library} does not belong in {room}"
 
 
-@pytest.mark.parametrize("path", [*FILES, *BENCHMARKS], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", [*FILES, *BENCHMARKS], ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_research_is_imported_by_research_only(path: Path):
     assert not {name for name in imports(path) if name.split(".")[0] == "research"}
 
@@ -103,31 +122,57 @@ def test_research_is_imported_by_research_only(path: Path):
 @pytest.mark.parametrize("path", RESEARCH, ids=lambda path: str(path.relative_to(ROOT)))
 def test_research_stands_on_the_package_alone(path: Path):
     roots = {name.split(".")[0] for name in imports(path)}
-    assert not roots & {found.stem for found in BENCHMARKS}, "a command, not a module, of benchmarks"
+    assert not roots & {found.stem for found in BENCHMARKS}, (
+        "a command, not a module, of benchmarks"
+    )
     assert not roots & {"pickle", "marshal", "shelve", "dill", "triton", "vllm"}
     assert not [name for name in imports(path) if name.split(".")[0] == "kvgraft" and "._" in name]
 
 
-def test_every_file_has_a_docstring_and_stays_short():
+def test_every_file_has_a_docstring():
     for path in [*FILES, *RESEARCH]:
         text = path.read_text()
         assert not text or ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
-        assert text.count("\n") <= 400, f"{path} is too long: split it"
 
 
-def test_functions_stay_short():
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    """All classes of the package, with their files."""
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or 0) - node.lineno + 1
-                assert lines <= 60, f"{path}: {node.name} has {lines} lines"
+            if isinstance(node, ast.ClassDef):
+                yield str(path.relative_to(SOURCE)), node
+
+
+def test_no_two_public_classes_have_one_name():
+    files: dict[str, list[str]] = {}
+    for file, node in classes():
+        if not node.name.startswith("_"):
+            files.setdefault(node.name, []).append(file)
+    assert {name: found for name, found in files.items() if len(found) > 1} == {}
+
+
+def test_classes_have_few_attributes():
+    found = {}
+    for _, node in classes():
+        names = {
+            target.attr
+            for target in ast.walk(node)
+            if isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)
+            if isinstance(target.value, ast.Name) and target.value.id == "self"
+        }
+        if len(names) > MOST_ATTRIBUTES:
+            found[node.name] = len(names)
+    assert found == LARGE_CLASSES, "a class has grown; or one has shrunk: then lower its number"
 
 
 def walks() -> list[list[str]]:
     """The steps of each walk in docs/architecture.md: `file:function`."""
     page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
     section = page.split("## Two walks through the code")[1].split("\n## ")[0]
-    steps = [re.findall(r"^\d+\. `([\w/.]+:[\w.]+)`", part, re.MULTILINE) for part in section.split("\n\nA request to")]
+    steps = [
+        re.findall(r"^\d+\. `([\w/.]+:[\w.]+)`", part, re.MULTILINE)
+        for part in section.split("\n\nA request to")
+    ]
     assert len(steps) == 2
     return steps
 

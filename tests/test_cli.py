@@ -28,7 +28,8 @@ from kvgraft.segments.store import SegmentStore
 from kvgraft.testbed import MODEL_DIR
 
 DOCUMENT = (
-    "the paint of bell is grey . the code of lamp is 42 . the old river slept . x5 = 66 . the home of greta is turin . "
+    "the paint of bell is grey . the code of lamp is 42 . the old river slept . x5 = 66 . the home "
+    "of greta is turin . "
     "now dina came . the quiet road waited near the hill . the warm house opened ."
 )
 CASE = {
@@ -47,7 +48,9 @@ def case(tmp_path: Path) -> Path:
     return path
 
 
-def test_generate_prints_the_answer_and_where_its_tokens_came_from(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_generate_prints_the_answer_and_where_its_tokens_came_from(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     document = tmp_path / "document.txt"
     document.write_text(DOCUMENT)
     question = f"question : {DOCUMENT} question : code of lamp ? answer :"
@@ -74,7 +77,9 @@ def documents(tmp_path: Path) -> list[str]:
     return ["--read", str(tmp_path / "first"), "--read", str(tmp_path / "second")]
 
 
-def test_generate_puts_what_it_has_read_before_the_question(capsys: pytest.CaptureFixture[str], documents: list[str]):
+def test_generate_puts_what_it_has_read_before_the_question(
+    capsys: pytest.CaptureFixture[str], documents: list[str]
+):
     assert run(app, ["generate", QUESTION, *documents, "--max-tokens", "1", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     report, words = answer["report"], len(DOCUMENT.split())
@@ -95,7 +100,17 @@ def test_generate_puts_what_it_has_read_into_the_message(
     (model / "chat_template.jinja").write_text(
         "note grey means 51 . {% for message in messages %}{{ message['content'] }}{% endfor %}"
     )
-    ask = ["generate", QUESTION, *documents, "--chat", "--model", str(model), "--max-tokens", "1", "--json"]
+    ask = [
+        "generate",
+        QUESTION,
+        *documents,
+        "--chat",
+        "--model",
+        str(model),
+        "--max-tokens",
+        "1",
+        "--json",
+    ]
     assert run(app, ask) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["text"] == "42"
@@ -114,13 +129,23 @@ def test_flow_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert len(json.loads(capsys.readouterr().out)) == 6
     assert run(app, ["flow", "explain", "quest", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["flow"], told["selects"], told["caches"]) == ("quest", 32, {"low": [32], "high": [32]})
+    assert (told["flow"], told["selects"], told["caches"]) == (
+        "quest",
+        32,
+        {"low": [32], "high": [32]},
+    )
     assert run(app, ["flow", "explain", "h2o"]) == 0
     assert "keeps state: requests share no pages" in " ".join(capsys.readouterr().out.split())
     assert run(app, ["flow", "explain", "quest", "--triton"]) == 0
     assert capsys.readouterr().out.count("def fused(") == len(told["sources"]) == 3
-    assert run(app, ["flow", "bench", "quest", "--context", "9000", "--out", str(tmp_path / "none")]) == 2
-    assert "--context must be from 3 to 4608, the positions of this model, got 9000" in capsys.readouterr().err
+    assert (
+        run(app, ["flow", "bench", "quest", "--context", "9000", "--out", str(tmp_path / "none")])
+        == 2
+    )
+    assert (
+        "--context must be from 3 to 4608, the positions of this model, got 9000"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "none").exists()
     mine = tmp_path / "mine.py"
     for text, error in (
@@ -136,7 +161,10 @@ def test_flow_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path):
 def test_flow_bench_writes_tables_and_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     where = ["--out", str(tmp_path), "--length", "512", "--context", "600"]
     assert run(app, ["flow", "bench", "quest:topk_blocks=9", *where, "--json"]) == 0
-    assert {one["flow"] for one in json.loads(capsys.readouterr().out)} == {"dense", "quest:topk_blocks=9"}
+    assert {one["flow"] for one in json.loads(capsys.readouterr().out)} == {
+        "dense",
+        "quest:topk_blocks=9",
+    }
     assert {path.name for path in tmp_path.iterdir()} == {"flows.jsonl", "flows.json", "flows.png"}
 
 
@@ -146,9 +174,12 @@ def imported_by(tmp_path: Path, *command_lines: list[str]) -> set[str]:
     program.write_text(
         "import json, sys\nfrom kvgraft.cli import app, run\n"
         f"codes = [run(app, arguments) for arguments in {list(command_lines)!r}]\n"
-        "print(json.dumps([codes, sorted({'torch', 'transformers', 'vllm', 'matplotlib'} & sys.modules.keys())]))\n"
+        "print(json.dumps([codes, sorted({'torch', 'transformers', 'vllm', 'matplotlib'} & "
+        "sys.modules.keys())]))\n"
     )
-    ended = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, check=True
+    )
     codes, found = json.loads(ended.stdout.splitlines()[-1])
     assert codes == [0] * len(command_lines), ended.stderr
     return set(found)
@@ -162,7 +193,11 @@ def command_names(group: typer.core.TyperGroup) -> Iterator[list[str]]:
 
 
 def test_help_loads_no_heavy_library(tmp_path: Path):
-    names = [name for name in command_names(typer.main.get_command(app)) if name not in (["serve"], ["fleet", "run"])]
+    names = [
+        name
+        for name in command_names(typer.main.get_command(app))
+        if name not in (["serve"], ["fleet", "run"])
+    ]
     assert len(names) > 20
     assert ["flow", "list"] in names
     assert imported_by(tmp_path, *([*name, "--help"] for name in names)) == set()
@@ -174,16 +209,27 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_stores_directory_is_looked_at_without_torch(tmp_path: Path):
-    with SegmentStore(block_size=SIZE, ram_bytes=0, directory=tmp_path / "store", disk_bytes=1 << 24) as store:
+    with SegmentStore(
+        block_size=SIZE, ram_bytes=0, directory=tmp_path / "store", disk_bytes=1 << 24
+    ) as store:
         put(store, make_chunk(1))
     where = ["--dir", str(tmp_path / "store")]
     key = make_chunk(1).key.hex()
-    lines = [["list", *where], ["show", key, *where], ["pin", key, *where], ["gc", *where], ["drop", key, *where]]
+    lines = [
+        ["list", *where],
+        ["show", key, *where],
+        ["pin", key, *where],
+        ["gc", *where],
+        ["drop", key, *where],
+    ]
     assert imported_by(tmp_path, *(["store", *line] for line in lines)) == set()
 
 
 def test_what_a_program_imports_is_there_when_it_is_asked_for(tmp_path: Path):
-    program = "import sys, kvgraft; assert 'torch' not in sys.modules; from kvgraft import *; Engine, Segment, Policy"
+    program = (
+        "import sys, kvgraft; assert 'torch' not in sys.modules; from kvgraft import *; Engine, "
+        "Segment, Policy"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)
     assert set(kvgraft.__all__) == set(dir(kvgraft))
     for name in kvgraft.__all__:
@@ -214,9 +260,17 @@ def test_the_example_of_compare_is_grafted(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("noise", [False, True])
 def test_what_compare_prints_fits_80_columns(noise: bool):
-    report = Report(prefix_tokens=12345, grafted_tokens=12346, recomputed_tokens=12347, fresh_tokens=12348)
-    one = PolicyOutcome("", 12.3456, 10.25, 0.1, True, 0.1234, 0.25, 0.0, 0.75, "the code " * 40, report, 0.31)
-    policies = ["full", "sparsex:boundary_layers=2,recompute_share=0.15", *([ORDER_NOISE] if noise else [])]
+    report = Report(
+        prefix_tokens=12345, grafted_tokens=12346, recomputed_tokens=12347, fresh_tokens=12348
+    )
+    one = PolicyOutcome(
+        "", 12.3456, 10.25, 0.1, True, 0.1234, 0.25, 0.0, 0.75, "the code " * 40, report, 0.31
+    )
+    policies = [
+        "full",
+        "sparsex:boundary_layers=2,recompute_share=0.15",
+        *([ORDER_NOISE] if noise else []),
+    ]
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(render([msgspec.structs.replace(one, policy=policy) for policy in policies]))
     printed = console.export_text()
@@ -226,7 +280,16 @@ def test_what_compare_prints_fits_80_columns(noise: bool):
     unit = ["0.31"] if noise else []
     assert ["full", "12345.6", "10.25", "0.1234", *unit, "25%", "75%"] in rows
     assert ["full", "12345", "12346", "12347", "12348"] in rows
-    assert ["policy", "TTFT", "ms", "faster", "KL", *(["/", "noise"] if noise else []), "flips", "same"] in rows
+    assert [
+        "policy",
+        "TTFT",
+        "ms",
+        "faster",
+        "KL",
+        *(["/", "noise"] if noise else []),
+        "flips",
+        "same",
+    ] in rows
     firsts = "".join(row[0] for row in rows if row)
     assert firsts.count("sparsex:") == 3, "of each table, and the text"
 
@@ -258,7 +321,10 @@ FAILING = [
 
 @pytest.mark.parametrize(("arguments", "option"), FAILING, ids=lambda value: " ".join(value))
 def test_what_cannot_be_written_is_refused_before_anything_runs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], option: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    option: str,
 ):
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("a model is loaded")
@@ -280,7 +346,10 @@ def test_a_model_directory_that_cannot_be_written_is_refused_before_anything_run
     monkeypatch.setattr("kvgraft.cli.options.TemporaryFile", refuse)
     monkeypatch.setattr("kvgraft.cli.calibrate.find", lambda _: tmp_path)
     assert run(app, ["calibrate"]) == 2
-    expected = f"{tmp_path / 'policy.json'} cannot be written (Read-only file system): name another file with --out"
+    expected = (
+        f"{tmp_path / 'policy.json'} cannot be written (Read-only file system): name another file "
+        "with --out"
+    )
     assert expected in capsys.readouterr().err
 
 
@@ -352,9 +421,21 @@ def test_the_installed_command_answers_without_a_traceback():
     assert "Traceback" not in finished.stderr
 
 
-def test_eval_writes_tables_and_pictures_and_goes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_eval_writes_tables_and_pictures_and_goes_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     out = tmp_path / "results"
-    arguments = ["eval", "--suite", "multihop", "--policies", "full,naive", "--items", "1", "--lengths", "300"]
+    arguments = [
+        "eval",
+        "--suite",
+        "multihop",
+        "--policies",
+        "full,naive",
+        "--items",
+        "1",
+        "--lengths",
+        "300",
+    ]
     assert run(app, [*arguments, "--patterns", "alone", "--out", str(out), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["policy"] for row in found["all"]] == ["full", "naive"]
@@ -383,7 +464,9 @@ def test_layers_tells_the_probe(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert run(app, ["layers", "--texts", "1"]) == 0
     table = capsys.readouterr().out
     assert f"transitive:probe_layers={found['probe']}" in table
-    assert [line.split()[1] for line in table.splitlines() if line.endswith("% │")] == [str(n) for n in range(8)]
+    assert [line.split()[1] for line in table.splitlines() if line.endswith("% │")] == [
+        str(n) for n in range(8)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -396,12 +479,24 @@ def test_layers_tells_the_probe(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         (["eval", "--suite", "ruler", "--policies", "naive"], "policies must begin with full"),
         (["eval", "--suite", "ruler", "--host", "moon"], "unknown host 'moon'"),
         (["eval", "--suite", "ruler", "--lengths", "long"], "lengths must be numbers of tokens"),
-        (["eval", "--suite", "ruler", "--lengths", "9"], "length must be at least 256 tokens, got 9"),
+        (
+            ["eval", "--suite", "ruler", "--lengths", "9"],
+            "length must be at least 256 tokens, got 9",
+        ),
         (["eval", "--suite", "ruler", "--patterns", "sideways"], "unknown pattern 'sideways'"),
         (["eval", "--suite", "ruler", "--items", "0"], "items must be at least 1, got 0"),
-        (["eval", "--suite", "ruler", "--split", "dev"], "split dev: what is generated has none, as ruler"),
-        (["eval", "--suite", "docs", "--split", "train"], "unknown split 'train': choose from all, dev, test"),
-        (["eval", "--suite", "all", "--no-chat"], "chat templates are for suites of real text (docs, files)"),
+        (
+            ["eval", "--suite", "ruler", "--split", "dev"],
+            "split dev: what is generated has none, as ruler",
+        ),
+        (
+            ["eval", "--suite", "docs", "--split", "train"],
+            "unknown split 'train': choose from all, dev, test",
+        ),
+        (
+            ["eval", "--suite", "all", "--no-chat"],
+            "chat templates are for suites of real text (docs, files)",
+        ),
         (["eval", "--suite", "ruler", "--model", "nowhere"], "nowhere"),
         (["inspect", "missing.json", "--html", "page.html"], "no such file: missing.json"),
     ],
@@ -420,7 +515,9 @@ def test_what_eval_and_inspect_refuse_is_one_line(
     assert error.count("\n") == 1
 
 
-def test_profile_costs_writes_what_an_engine_and_analyze_take(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_profile_costs_writes_what_an_engine_and_analyze_take(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     out = tmp_path / "costs.json"
     assert run(app, ["profile-costs", "-o", str(out), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -428,7 +525,10 @@ def test_profile_costs_writes_what_an_engine_and_analyze_take(capsys: pytest.Cap
     assert found["costs"] == json.loads(out.read_text()) == asdict(costs)
     assert (found["measured_tokens"], found["recomputed_share"]) == (1024, WORK)
     assert [prompt["tokens"] for prompt in found["prompts"]] == [1024, 4096, 16384]
-    assert all(prompt["full_s"] > 0 < prompt["copied_s"] <= prompt["grafted_s"] for prompt in found["prompts"])
+    assert all(
+        prompt["full_s"] > 0 < prompt["copied_s"] <= prompt["grafted_s"]
+        for prompt in found["prompts"]
+    )
     assert Engine(MODEL_DIR, num_pages=64, costs=out).memory.lookup.cost_model.costs == costs  # type: ignore[union-attr]
     assert run(app, ["profile-costs", "--out", str(out), "--recomputed-share", "0"]) == 0
     assert "0% is computed again" in " ".join(capsys.readouterr().out.split())

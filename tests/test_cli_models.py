@@ -49,7 +49,10 @@ def test_get_and_list(gguf: Path, cache: Path, asked: Asked, capsys: pytest.Capt
     assert capsys.readouterr().out == f"mine: {cache / 'mine'}\n"
     assert run(app, ["models", "list"]) == 0
     printed = capsys.readouterr().out
-    assert all(word in printed for word in ("tiny", "mine", "not said", "kvgraft models get smollm2: SmolLM2-135M"))
+    assert all(
+        word in printed
+        for word in ("tiny", "mine", "not said", "kvgraft models get smollm2: SmolLM2-135M")
+    )
 
 
 def test_a_name_stands_wherever_a_model_is_asked_for(
@@ -57,14 +60,18 @@ def test_a_name_stands_wherever_a_model_is_asked_for(
 ):
     asked("models", "get", str(gguf), "--name", "tiny")
     case, costs = tmp_path / "case.json", tmp_path / "costs.json"
-    case.write_text(json.dumps({"read": ["the hen " * 20], "prompt": "then " + "the hen " * 20, "repeats": 1}))
+    case.write_text(
+        json.dumps({"read": ["the hen " * 20], "prompt": "then " + "the hen " * 20, "repeats": 1})
+    )
     ended = asked("generate", "hen", "--model", "tiny", "--max-tokens", "2", "--chat")
     assert ended["report"]["prompt_tokens"] > len("user assistant")
     assert len(asked("compare", str(case), "--model", "tiny")) == 4
     assert asked("flow", "explain", "quest", "--model", "tiny")["flow"] == "quest"
     assert asked("profile-costs", "tiny", "-o", str(costs))["costs"]
     assert asked("profile-heads", "tiny", "--samples", "2", "--length", "512")
-    assert asked("models", "list")["models"][0]["name"] == "tiny", "heads.json beside the weights does no harm"
+    assert asked("models", "list")["models"][0]["name"] == "tiny", (
+        "heads.json beside the weights does no harm"
+    )
     trace = tmp_path / "trace.jsonl"
     trace.write_text(json.dumps({"prompt": "the hen " * 20}) + "\n")
     assert asked("analyze", str(trace), "--tokenizer", "tiny")

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from chunks import OTHER_SCOPE, SIZE, file_of, holds, make_chunk, make_chunks, make_payload, make_tokens, put
+from chunks import (
+    OTHER_SCOPE,
+    SIZE,
+    file_of,
+    holds,
+    make_chunk,
+    make_chunks,
+    make_payload,
+    make_tokens,
+    put,
+)
 from kvgraft.cli import app, run
 from kvgraft.segments.keys import scope_digest
 from kvgraft.segments.store import SegmentStore, StoreOptions
@@ -17,18 +27,24 @@ from kvgraft.segments.store.files import CATALOGUE
 from models import VOCAB_SIZE
 
 HOSTILE = "team [red]\x1b[2J" + "x" * 70
-DOCUMENT = "the code of lamp is 42 . the old river slept . x5 = 66 . the home of greta is turin . now dina came ."
+DOCUMENT = (
+    "the code of lamp is 42 . the old river slept . x5 = 66 . the home of greta is turin . now "
+    "dina came ."
+)
 QUESTION = f"question : {DOCUMENT} question : code of lamp ? answer :"
 Kvgraft = Callable[..., tuple[int, str, str]]
 
 
 def open_store(directory: Path) -> SegmentStore:
-    return SegmentStore(block_size=SIZE, ram_bytes=0, directory=directory, disk_bytes=1 << 24, quota=1.0)
+    return SegmentStore(
+        block_size=SIZE, ram_bytes=0, directory=directory, disk_bytes=1 << 24, quota=1.0
+    )
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Three segments of one tenant, in two sequences, and two of another one with a hostile name."""
+    """Three segments of one tenant, in two sequences, and two of another one with a hostile
+    name."""
     with open_store(tmp_path / "store") as store:
         put(store, *make_chunks(make_tokens(6, 1), source=1), make_chunk(2))
         put(store, *make_chunks(make_tokens(8, 3), source=3, scope=OTHER_SCOPE, namespace=HOSTILE))
@@ -56,19 +72,31 @@ def test_list_tells_whose_segments_there_are(kvgraft: Kvgraft, directory: Path):
     code, printed, _ = kvgraft("store", "list", "--dir", directory, "--json")
     told = json.loads(printed)
     assert code == 0
-    assert [entry["used"] for entry in told["chunks"]] == sorted(entry["used"] for entry in told["chunks"])
+    assert [entry["used"] for entry in told["chunks"]] == sorted(
+        entry["used"] for entry in told["chunks"]
+    )
     assert {(e["namespace"], e["tokens"], e["start"]) for e in told["chunks"]} == {
         ("tenant", 16, 0), ("tenant", 8, 16), (HOSTILE, 16, 0), (HOSTILE, 16, 16),
     }  # fmt: skip
-    assert {name: (sums["chunks"], sums["tokens"]) for name, sums in told["namespaces"].items()} == {
+    assert {name: (sums["chunks"], sums["tokens"]) for name,
+    sums in told["namespaces"].items()} == {
         "tenant": (3, 40), HOSTILE: (2, 32),
     }  # fmt: skip
-    assert told["total"]["bytes"] == sum(path.stat().st_size for path in directory.rglob("*.safetensors"))
-    code, printed, _ = kvgraft("store", "list", "--dir", directory, "--namespace", "tenant", "--json")
-    assert (len(json.loads(printed)["chunks"]), [*json.loads(printed)["namespaces"]]) == (3, ["tenant"])
+    assert told["total"]["bytes"] == sum(
+        path.stat().st_size for path in directory.rglob("*.safetensors")
+    )
+    code, printed, _ = kvgraft(
+        "store", "list", "--dir", directory, "--namespace", "tenant", "--json"
+    )
+    assert (len(json.loads(printed)["chunks"]), [*json.loads(printed)["namespaces"]]) == (
+        3,
+        ["tenant"],
+    )
 
 
-def test_what_is_printed_fits_80_columns_and_commands_no_terminal(kvgraft: Kvgraft, directory: Path):
+def test_what_is_printed_fits_80_columns_and_commands_no_terminal(
+    kvgraft: Kvgraft, directory: Path
+):
     key = make_chunk(2).key.hex()
     kvgraft("store", "pin", key, "--dir", directory)
     for command in (["list"], ["show", key], ["show", next(iter(listed(kvgraft, directory)))]):
@@ -87,14 +115,27 @@ def test_show_tells_everything(kvgraft: Kvgraft, directory: Path):
     code, printed, _ = kvgraft("store", "show", chunk.key.hex()[:16], "--dir", directory, "--json")
     told = json.loads(printed)
     assert code == 0
-    assert (told["key"], told["source"], told["blocks"], told["block_size"]) == (chunk.key.hex(), 2, 4, SIZE)
+    assert (told["key"], told["source"], told["blocks"], told["block_size"]) == (
+        chunk.key.hex(),
+        2,
+        4,
+        SIZE,
+    )
     assert told["tensors"]["residual"] == "float32 [1, 16, 10]"
-    assert (told["scope"], told["int8"], told["token_ids"]) == (chunk.scope.hex(), False, chunk.tokens.tolist())
+    assert (told["scope"], told["int8"], told["token_ids"]) == (
+        chunk.scope.hex(),
+        False,
+        chunk.tokens.tolist(),
+    )
     assert "text" not in told
 
 
-def test_show_prints_the_text_if_the_model_is_named(kvgraft: Kvgraft, directory: Path, model_dirs: dict[str, Path]):
-    [chunk] = make_chunks(make_tokens(1, 9) % (VOCAB_SIZE - 3) + 3, source=9, scope=scope_digest("tiny", "words"))
+def test_show_prints_the_text_if_the_model_is_named(
+    kvgraft: Kvgraft, directory: Path, model_dirs: dict[str, Path]
+):
+    [chunk] = make_chunks(
+        make_tokens(1, 9) % (VOCAB_SIZE - 3) + 3, source=9, scope=scope_digest("tiny", "words")
+    )
     with open_store(directory) as store:
         put(store, chunk)
     words = " ".join(f"w{token}" for token in chunk.tokens)
@@ -110,7 +151,10 @@ def test_pin_unpin_and_drop_take_several_keys(kvgraft: Kvgraft, directory: Path)
     one, two, *_ = keys = [*listed(kvgraft, directory)]
     code, printed, _ = kvgraft("store", "pin", one[:10], two, one, "--dir", directory)
     assert (code, printed.count(" pinned: ")) == (0, 2)
-    assert {key for key, entry in listed(kvgraft, directory).items() if entry["pinned"]} == {one, two}
+    assert {key for key, entry in listed(kvgraft, directory).items() if entry["pinned"]} == {
+        one,
+        two,
+    }
     code, printed, _ = kvgraft("store", "unpin", two, "--dir", directory, "--json")
     assert [(entry["key"], entry["pinned"]) for entry in json.loads(printed)] == [(two, False)]
     assert {key for key, entry in listed(kvgraft, directory).items() if entry["pinned"]} == {one}
@@ -131,9 +175,22 @@ def test_drop_removes_from_a_shared_tier_and_all_who_share_it(
         put(store, make_chunk(1), make_chunk(2))
         store.flush()
         for url_of_nothing in ("nothing://host", "redis://localhost:1/0"):
-            code = kvgraft("store", "drop", make_chunk(1).key.hex(), "--dir", directory, "--shared", url_of_nothing)[0]
+            code = kvgraft(
+                "store",
+                "drop",
+                make_chunk(1).key.hex(),
+                "--dir",
+                directory,
+                "--shared",
+                url_of_nothing,
+            )[0]
             assert (code, len(listed(kvgraft, directory))) == (2, 2)
-        assert kvgraft("store", "drop", make_chunk(1).key.hex(), "--dir", directory, "--shared", url)[0] == 0
+        assert (
+            kvgraft("store", "drop", make_chunk(1).key.hex(), "--dir", directory, "--shared", url)[
+                0
+            ]
+            == 0
+        )
         deadline = time.monotonic() + 60.0
         while -1 not in store.prefix(make_chunk(1).chains, make_chunk(1).scope):
             assert time.monotonic() < deadline
@@ -150,7 +207,10 @@ def test_verify_fails_once_if_something_was_bad(kvgraft: Kvgraft, directory: Pat
     code, printed, _ = kvgraft("store", "verify", "--dir", directory)
     assert (code, printed) == (1, "4 whole, 1 damaged: 1 removed\n")
     code, printed, _ = kvgraft("store", "verify", "--dir", directory, "--json")
-    assert (code, json.loads(printed)) == (0, {"whole": 4, "missing": 0, "damaged": 0, "foreign": 0})
+    assert (code, json.loads(printed)) == (
+        0,
+        {"whole": 4, "missing": 0, "damaged": 0, "foreign": 0},
+    )
 
 
 def test_gc_removes_what_is_left_over_or_too_much(kvgraft: Kvgraft, directory: Path):
@@ -167,7 +227,10 @@ def test_gc_removes_what_is_left_over_or_too_much(kvgraft: Kvgraft, directory: P
 
 def test_gc_of_a_quota(kvgraft: Kvgraft, directory: Path):
     total = json.loads(kvgraft("store", "list", "--dir", directory, "--json")[1])["total"]["bytes"]
-    assert kvgraft("store", "gc", "--dir", directory, "--disk-gib", 2 * total / 2**30)[1] == "nothing to remove\n"
+    assert (
+        kvgraft("store", "gc", "--dir", directory, "--disk-gib", 2 * total / 2**30)[1]
+        == "nothing to remove\n"
+    )
     kvgraft("store", "gc", "--dir", directory, "--disk-gib", 2 * total / 2**30, "--quota", 0.2)
     told = json.loads(kvgraft("store", "list", "--dir", directory, "--json")[1])
     assert all(0 < sums["bytes"] <= 0.4 * total for sums in told["namespaces"].values())
@@ -221,7 +284,15 @@ def test_an_ambiguous_key_is_refused(kvgraft: Kvgraft, tmp_path: Path):
 
 
 def test_a_directory_without_a_store_is_refused(kvgraft: Kvgraft, tmp_path: Path):
-    for command in (["list"], ["show", "a"], ["pin", "a"], ["unpin", "a"], ["drop", "a"], ["verify"], ["gc"]):
+    for command in (
+        ["list"],
+        ["show", "a"],
+        ["pin", "a"],
+        ["unpin", "a"],
+        ["drop", "a"],
+        ["verify"],
+        ["gc"],
+    ):
         error = kvgraft("store", *command, "--dir", tmp_path / "nowhere")[2]
         assert error == f"kvgraft: {tmp_path / 'nowhere'} is not a directory\n"
         error = kvgraft("store", *command, "--dir", tmp_path)[2]
@@ -237,7 +308,10 @@ def test_a_directory_that_cannot_be_used_is_refused(kvgraft: Kvgraft, directory:
     database.execute("PRAGMA user_version = 9")
     database.close()
     code, _, error = kvgraft("store", "list", "--dir", directory)
-    assert (code, error) == (2, f"kvgraft: the catalogue of {directory} cannot be used: schema 9, expected 1\n")
+    assert (code, error) == (
+        2,
+        f"kvgraft: the catalogue of {directory} cannot be used: schema 9, expected 1\n",
+    )
     (directory / CATALOGUE).write_bytes(b"nonsense" * 1000)
     assert "file is not a database" in kvgraft("store", "list", "--dir", directory)[2]
 
@@ -251,7 +325,10 @@ def test_a_directory_of_something_else_stays_as_it_is(kvgraft: Kvgraft, tmp_path
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     for command in (["list"], ["show", "ab"], ["gc"], ["verify"], ["pin", "ab"]):
         code, _, error = kvgraft("store", *command, "--dir", tmp_path)
-        assert (code, error) == (2, f"kvgraft: the catalogue of {tmp_path} cannot be used: schema 0, expected 1\n")
+        assert (code, error) == (
+            2,
+            f"kvgraft: the catalogue of {tmp_path} cannot be used: schema 0, expected 1\n",
+        )
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -263,26 +340,39 @@ def test_generate_finds_what_an_earlier_call_has_read(kvgraft: Kvgraft, tmp_path
     assert (first["restored_blocks"], first["text"]) == (0, "42")
     assert stat.S_IMODE(store.stat().st_mode) == 0o700
     again = json.loads(kvgraft(*ask, "--json")[1])
-    assert (again["restored_blocks"], again["text"]) == (again["report"]["grafted_tokens"] // 16, "42")
+    assert (again["restored_blocks"], again["text"]) == (
+        again["report"]["grafted_tokens"] // 16,
+        "42",
+    )
     assert again["report"]["grafted_tokens"] == first["report"]["grafted_tokens"] >= 16
     code, printed, _ = kvgraft(*ask, "--read", document)  # comes back when the document is read
     assert code == 0
     assert f"; {again['restored_blocks']} blocks restored" in " ".join(printed.split())
     nobody = json.loads(kvgraft(*ask, "--namespace", "nobody", "--json")[1])
     assert (nobody["restored_blocks"], nobody["report"]["grafted_tokens"]) == (0, 0)
-    assert {entry["namespace"] for entry in listed(kvgraft, store).values()} == {"default", "nobody"}
+    assert {entry["namespace"] for entry in listed(kvgraft, store).values()} == {
+        "default",
+        "nobody",
+    }
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--store-gib", "2"], "--store-gib 2.0 is the size of --store: give that, too"),
-        (["--store", "x", "--store-gib", "-2"], "disk_gib must be a number of at least 0, got -2.0"),
+        (
+            ["--store", "x", "--store-gib", "-2"],
+            "disk_gib must be a number of at least 0, got -2.0",
+        ),
         (["--store", "x", "--store-gib", "0"], "disk_gib 0.0 must be above 0"),
     ],
 )
 def test_what_generate_refuses_of_a_store(
-    kvgraft: Kvgraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+    kvgraft: Kvgraft,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
 ):
     monkeypatch.chdir(tmp_path)
     code, printed, error = kvgraft("generate", "the code", *arguments)

@@ -16,9 +16,28 @@ PAIR = [str(EXAMPLES / "read.json"), str(EXAMPLES / "ask.json")]
 
 def test_the_examples_of_the_pages_are_analysed(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     outputs = ["--html", str(tmp_path / "a.html"), "--plot", str(tmp_path / "a.png")]
-    assert run(app, ["analyze", *PAIR, "--tokenizer", str(MODEL_DIR), "--block-size", "32", "--json", *outputs]) == 0
+    assert (
+        run(
+            app,
+            [
+                "analyze",
+                *PAIR,
+                "--tokenizer",
+                str(MODEL_DIR),
+                "--block-size",
+                "32",
+                "--json",
+                *outputs,
+            ],
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
-    assert (found["requests"], found["unknown_tokens"], found["order"]) == (2, 0, "sessions take turns")
+    assert (found["requests"], found["unknown_tokens"], found["order"]) == (
+        2,
+        0,
+        "sessions take turns",
+    )
     [_, ours] = (session["sides"]["kvgraft"] for session in found["sessions"])
     answer = json.loads((EXAMPLES / "answer.json").read_text())["kv_transfer_params"]["kvgraft"]
     kinds = [answer[f"{kind}_tokens"] for kind in ("prompt", "prefix", "grafted", "fresh")]
@@ -30,14 +49,24 @@ def test_the_examples_of_the_pages_are_analysed(capsys: pytest.CaptureFixture[st
     assert run(app, ["analyze", *PAIR]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "kvgraft" in printed
-    assert "seconds, too: kvgraft profile-costs MODEL -o costs.json, then analyze --costs costs.json" in printed
+    assert (
+        "seconds, too: kvgraft profile-costs MODEL -o costs.json, then analyze --costs costs.json"
+        in printed
+    )
     assert "seconds of prefill" not in printed
 
 
 def test_measured_costs_make_seconds_of_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     costs = Costs(pass_s=0.01, token_s=1e-3, pair_s=0.0, copy_s=1e-5)
     costs.save(tmp_path / "costs.json")
-    priced = ["analyze", *PAIR, "--tokenizer", str(MODEL_DIR), "--costs", str(tmp_path / "costs.json")]
+    priced = [
+        "analyze",
+        *PAIR,
+        "--tokenizer",
+        str(MODEL_DIR),
+        "--costs",
+        str(tmp_path / "costs.json"),
+    ]
     assert run(app, [*priced, "--html", str(tmp_path / "a.html"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["costs"] == asdict(costs)
@@ -47,9 +76,15 @@ def test_measured_costs_make_seconds_of_tokens(capsys: pytest.CaptureFixture[str
     grafted = sum(ours["grafted"])
     assert grafted > 0
     expected = 3 * 0.01 + 1e-3 * (ours["new"] + 0.15 * grafted) + 1e-5 * grafted
-    assert pool["seconds"]["sides"]["kvgraft"] == pytest.approx(expected), "one more pass, for the one that grafts"
-    assert pool["seconds"]["sides"]["prefix caching"] == pytest.approx(2 * 0.01 + 1e-3 * prefix["new"])
-    assert sum(one["seconds"]["full"] for one in found["sessions"]) == pytest.approx(pool["seconds"]["full"])
+    assert pool["seconds"]["sides"]["kvgraft"] == pytest.approx(expected), (
+        "one more pass, for the one that grafts"
+    )
+    assert pool["seconds"]["sides"]["prefix caching"] == pytest.approx(
+        2 * 0.01 + 1e-3 * prefix["new"]
+    )
+    assert sum(one["seconds"]["full"] for one in found["sessions"]) == pytest.approx(
+        pool["seconds"]["full"]
+    )
     assert run(app, priced) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "seconds of prefill" in printed

@@ -1,4 +1,5 @@
-"""What users can say and see is documented: a new option, flag or metric has its row; files that pages name exist."""
+"""What users can say and see is documented: a new option, flag or metric has its row; files that
+pages name exist."""
 
 import re
 from dataclasses import fields
@@ -38,12 +39,18 @@ def test_every_flag_of_the_server_is_documented(setting: str):
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_every_metric_is_documented(metric: str):
-    rows = "\n".join(line for line in page("operations.md").splitlines() if line.startswith("| `kvgraft:"))
+    rows = "\n".join(
+        line for line in page("operations.md").splitlines() if line.startswith("| `kvgraft:")
+    )
     assert f"`{metric}`" in rows
 
 
 def test_every_event_of_the_store_is_documented():
-    [row] = [line for line in page("operations.md").splitlines() if line.startswith("| `kvgraft:store_total`")]
+    [row] = [
+        line
+        for line in page("operations.md").splitlines()
+        if line.startswith("| `kvgraft:store_total`")
+    ]
     said = f"{SegmentStore.__doc__}{SharedTier.counts.__doc__}"
     events = set(re.findall(r'"([a-z_]+)"', said)) - {"shared_"}
     assert "catalogue_failed" in events
@@ -52,7 +59,11 @@ def test_every_event_of_the_store_is_documented():
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_every_reason_is_documented(reason: str):
-    assert any(f"`{reason}`" in line for line in page("operations.md").splitlines() if line.startswith("| `"))
+    assert any(
+        f"`{reason}`" in line
+        for line in page("operations.md").splitlines()
+        if line.startswith("| `")
+    )
 
 
 def test_the_readme_can_be_read_at_once():

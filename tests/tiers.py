@@ -1,4 +1,5 @@
-"""Which tests start vLLM, which are for longer runs than `make test`, and which go to one process of pytest-xdist."""
+"""Which tests start vLLM, which are for longer runs than `make test`, and which go to one process
+of pytest-xdist."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -11,7 +12,8 @@ import pytest
 
 TESTS = Path(__file__).parent
 STARTERS = {  # what starts an engine or a server, by module and name; of `warm`, everything
-    "engines.start_engine", "fleets.running_fleet", "hosts.Host", "processes.HostProcess", "running.running",
+    "engines.start_engine", "fleets.running_fleet", "hosts.Host", "processes.HostProcess",
+    "running.running",
     "servers.start", "warm",
     "kvgraft.evaluate.servers.serving", "kvgraft.evaluate.serving.run_serving_demo",
 }  # fmt: skip
@@ -26,7 +28,8 @@ Values = dict[pytest.Item, dict[str, str]]  # of the parameters of cases
 
 
 def starts_vllm(item: pytest.Item) -> bool:
-    """Whether a test or one of its fixtures starts an engine or a server, itself or through helpers of the tests."""
+    """Whether a test or one of its fixtures starts an engine or a server, itself or through helpers
+    of the tests."""
     if not isinstance(item, pytest.Function):
         return False
     definitions = item._fixtureinfo.name2fixturedefs
@@ -40,7 +43,11 @@ def _reaches(function: Any, seen: set[CodeType]) -> bool:
     if not isinstance(function, FunctionType) or function.__code__ in seen:
         return False
     seen.add(function.__code__)
-    used = [function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__]
+    used = [
+        function.__globals__[name]
+        for name in _names(function.__code__)
+        if name in function.__globals__
+    ]
     if any(_name_of(value) in STARTERS for value in used):
         return True
     return any(_reaches(value, seen) for value in used if TESTS in Path(_file_of(value)).parents)
@@ -66,17 +73,22 @@ def _file_of(value: Any) -> str:
 def left_out(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     """The cases of tests with many that only `make test-soak` runs.
 
-    `make test` takes every fourth value of a parameter with very many that are alike, and then so many cases that each
-    value of a parameter meets each value of every other one, as far as they meet at all.
-    """
+    `make test` takes every fourth value of a parameter with very many that are alike, and then so
+    many cases that each value of a parameter meets each value of every other one, as far as they
+    meet at all."""
     cases = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for some in cases.values():
         if len(some) > MANY:
-            values = {item: {name: repr(value) for name, value in item.callspec.params.items()} for item in some}
-            sampled = _sampled(values) if some[0].path.relative_to(TESTS).parts[0] in ALIKE else values
+            values = {
+                item: {name: repr(value) for name, value in item.callspec.params.items()}
+                for item in some
+            }
+            sampled = (
+                _sampled(values) if some[0].path.relative_to(TESTS).parts[0] in ALIKE else values
+            )
             taken = _covering(sampled)
             yield from (item for item in some if item not in taken)
 
@@ -91,7 +103,8 @@ def _sampled(values: Values) -> Values:
 
 
 def _covering(values: Values) -> set[pytest.Item]:
-    """Always the case in which most pairs of values meet that do in no earlier one; all cases of a single parameter."""
+    """Always the case in which most pairs of values meet that do in no earlier one; all cases of a
+    single parameter."""
     meeting = {item: set(combinations(sorted(own.items()), 2)) for item, own in values.items()}
     missing = set().union(*meeting.values())
     taken = set() if missing else set(values)
@@ -105,11 +118,18 @@ def _covering(values: Values) -> set[pytest.Item]:
 def group_of(item: pytest.Item) -> str:
     """Tests that share an engine or a server go together, all others with their file."""
     names = getattr(item, "fixturenames", ())
-    return next((group for fixture, group in SHARED.items() if fixture in names), item.nodeid.partition("::")[0])
+    return next(
+        (group for fixture, group in SHARED.items() if fixture in names),
+        item.nodeid.partition("::")[0],
+    )
 
 
 def rank_of(item: pytest.Item) -> int:
     """What takes longest begins first."""
     groups = list(SHARED.values())
     group = group_of(item)
-    return groups.index(group) if group in groups else len(groups) + (item.get_closest_marker("vllm") is None)
+    return (
+        groups.index(group)
+        if group in groups
+        else len(groups) + (item.get_closest_marker("vllm") is None)
+    )

@@ -33,7 +33,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
-DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="What `run`, `kl` or `stability` wrote.")]
+DirectoryArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="What `run`, `kl` or `stability` wrote.")
+]
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,18 @@ class Experiment:
     suite: Annotated[str, typer.Option(help="By commas: qa, tools.")] = "qa,tools"
     seeds: Annotated[str, typer.Option(help="By commas; ranges as 0-4.")] = "0"
     episodes: Annotated[int, typer.Option(help="Of each suite and seed.")] = 10
-    conditions: Annotated[str, typer.Option(help="By commas; main, ablations and all are groups.")] = "main"
-    out: Annotated[Path, typer.Option(help="Directory of the results; one that holds a part is continued.")] = Path(
-        "results/agents/main"
+    conditions: Annotated[
+        str, typer.Option(help="By commas; main, ablations and all are groups.")
+    ] = "main"
+    out: Annotated[
+        Path, typer.Option(help="Directory of the results; one that holds a part is continued.")
+    ] = Path("results/agents/main")
+    variation: Annotated[
+        str, typer.Option(help="How prompts nearly repeat, by commas: plain, adversarial.")
+    ] = "plain"
+    max_depth: Annotated[int, typer.Option(help="Of what is grafted from; 0 is exact KV.")] = (
+        ANY_DEPTH
     )
-    variation: Annotated[str, typer.Option(help="How prompts nearly repeat, by commas: plain, adversarial.")] = "plain"
-    max_depth: Annotated[int, typer.Option(help="Of what is grafted from; 0 is exact KV.")] = ANY_DEPTH
     pages: Annotated[int, typer.Option(help="Pages of each condition's KV pool.")] = 4096
     model: ModelOption = MODEL_DIR
     dtype: DtypeOption = "float32"
@@ -59,24 +67,30 @@ class Experiment:
         found = find_conditions(self.conditions)
         chosen = tuple(replace(one, max_depth=self.max_depth) for one in found)
         return ExperimentSettings(
-            _split(self.suite), _parse_seeds(self.seeds), chosen, self.episodes, rounds, _split(self.variation),
+            _split(self.suite), _parse_seeds(self.seeds), chosen, self.episodes, rounds,
+            _split(self.variation),
             sampling, self.pages,
         )  # fmt: skip
 
     def run(self, settings: ExperimentSettings) -> list[StepRow]:
         """All episodes, while a bar shows how far they are."""
         with progress_bar(progress_console, "running agents") as on_progress:
-            return run(settings, self.model, self.out, on_progress, dtype=self.dtype, device=self.device)
+            return run(
+                settings, self.model, self.out, on_progress, dtype=self.dtype, device=self.device
+            )
 
 
 def _with_experiment(**defaults: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make options of a command's first parameter, an `Experiment`; the defaults are the command's own."""
+    """Make options of a command's first parameter, an `Experiment`; the defaults are the command's
+    own."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)
         _, *own = signature.parameters.values()
         shared = [
-            inspect.Parameter(one.name, _KEYWORD, default=defaults.get(one.name, one.default), annotation=one.type)
+            inspect.Parameter(
+                one.name, _KEYWORD, default=defaults.get(one.name, one.default), annotation=one.type
+            )
             for one in fields(Experiment)
         ]
         options = [*shared, *(one.replace(kind=_KEYWORD) for one in own)]
@@ -97,8 +111,12 @@ def _with_experiment(**defaults: object) -> Callable[[Callable[..., None]], Call
 @_with_experiment()
 def run_agents(
     experiment: Experiment,
-    rounds: Annotated[int, typer.Option(help="Times that each seed is run, with empty caches.")] = 1,
-    sampling: Annotated[str, typer.Option(help="greedy, or paper: temperature 0.2, top-p 0.95.")] = "greedy",
+    rounds: Annotated[
+        int, typer.Option(help="Times that each seed is run, with empty caches.")
+    ] = 1,
+    sampling: Annotated[
+        str, typer.Option(help="greedy, or paper: temperature 0.2, top-p 0.95.")
+    ] = "greedy",
     as_json: JsonOption = False,
 ) -> None:
     """Run episodes under conditions in turn: one line of JSON for each step, and a table."""
@@ -115,14 +133,20 @@ def run_agents(
 @app.command()
 @_with_experiment(conditions="similar")
 def kl(experiment: Experiment, as_json: JsonOption = False) -> None:
-    """Measure the true KL of every step, at the boundaries of its segments and of its next token; nothing is timed."""
+    """Measure the true KL of every step, at the boundaries of its segments and of its next token;
+    nothing is timed."""
     from research.cross_query import divergence, hypotheses
     from research.cross_query.tables import render_verdicts
 
     settings, out = experiment.settings(), experiment.out
     with progress_bar(progress_console, "measuring") as on_progress:
         rows = divergence.measure(
-            settings, experiment.model, out, on_progress, dtype=experiment.dtype, device=experiment.device
+            settings,
+            experiment.model,
+            out,
+            on_progress,
+            dtype=experiment.dtype,
+            device=experiment.device,
         )
     found = [
         *hypotheses.judge_boundaries(rows),
@@ -139,7 +163,9 @@ def kl(experiment: Experiment, as_json: JsonOption = False) -> None:
 @app.command("verdicts")
 def decide(
     directory: DirectoryArgument,
-    plot: Annotated[Path | None, typer.Option(help="Also draw speed, ablations and boundary KL there.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw speed, ablations and boundary KL there.")
+    ] = None,
     model: ModelOption = MODEL_DIR,
     as_json: JsonOption = False,
 ) -> None:
@@ -148,33 +174,48 @@ def decide(
     from research.cross_query import divergence, hypotheses, numerics
     from research.cross_query.tables import render_figures, render_verdicts
 
-    rows, measured, config = read_rows(directory), divergence.read_rows(directory), load_config(model)
+    rows, measured, config = (
+        read_rows(directory),
+        divergence.read_rows(directory),
+        load_config(model),
+    )
     if not rows and not measured:
         raise ValueError(f"{directory} holds no experiment: neither {ROWS} nor {divergence.ROWS}")
     figures = summarise(rows)
     found = [
-        *hypotheses.judge_speed(rows), *hypotheses.judge_boundaries(measured), *hypotheses.judge_retrieval(measured),
-        *numerics.judge_reindexing(config.rope, config.max_position), *hypotheses.judge_fallbacks(rows, measured),
+        *hypotheses.judge_speed(rows), *hypotheses.judge_boundaries(measured),
+        *hypotheses.judge_retrieval(measured),
+        *numerics.judge_reindexing(config.rope, config.max_position),
+        *hypotheses.judge_fallbacks(rows, measured),
     ]  # fmt: skip
     pictures = []
     if plot is not None:
-        from research.cross_query.pictures import write_pictures  # matplotlib takes a second to load
+        # matplotlib takes a second to load
+        from research.cross_query.pictures import write_pictures
 
         pictures = write_pictures(rows, measured, plot)
     if as_json:
-        print_json({"figures": figures, "verdicts": found, "pictures": [str(path) for path in pictures]})
+        print_json(
+            {"figures": figures, "verdicts": found, "pictures": [str(path) for path in pictures]}
+        )
         return
     console.print(render_figures(figures))
     console.print(render_verdicts(found))
     if pictures:
-        console.print(f"[dim]{plot}: {', '.join(path.name for path in pictures)}[/dim]", soft_wrap=True)
+        console.print(
+            f"[dim]{plot}: {', '.join(path.name for path in pictures)}[/dim]", soft_wrap=True
+        )
 
 
 @app.command()
-@_with_experiment(episodes=5, conditions="none,similar,transitive", out=Path("results/agents/stability"))
+@_with_experiment(
+    episodes=5, conditions="none,similar,transitive", out=Path("results/agents/stability")
+)
 def stability(
     experiment: Experiment,
-    reruns: Annotated[int, typer.Option(help="Of every episode, each with empty caches and draws of its own.")] = 5,
+    reruns: Annotated[
+        int, typer.Option(help="Of every episode, each with empty caches and draws of its own.")
+    ] = 5,
     as_json: JsonOption = False,
 ) -> None:
     """How much sampled answers differ from rerun to rerun, with reuse and without."""
@@ -200,7 +241,9 @@ def _parse_seeds(text: str) -> tuple[int, ...]:
         ends = [[int(end) for end in part.split("-")] for part in _split(text)]
         return tuple(seed for first, *last in ends for seed in range(first, (*last, first)[0] + 1))
     except ValueError:
-        raise ValueError(f"seeds must be numbers or ranges (0-4), separated by commas, got {text!r}") from None
+        raise ValueError(
+            f"seeds must be numbers or ranges (0-4), separated by commas, got {text!r}"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -44,11 +44,12 @@ def _windows(tokens: Sequence[int]) -> list[bytes]:
 
 
 class Agent:
-    """Answers steps under a condition, one episode after the other; its engine remembers what the condition lets it.
+    """Answers steps under a condition, one episode after the other; its engine remembers what the
+    condition lets it.
 
     Attributes:
-        took: for each step since the list was emptied, seconds until the answer was there, and tokens of the prompt
-            that earlier ones held, if the condition counts them.
+        took: for each step since the list was emptied, seconds until the answer was there, and
+            tokens of the prompt that earlier ones held, if the condition counts them.
     """
 
     def __init__(self, condition: Condition, engine: Engine) -> None:
@@ -56,7 +57,9 @@ class Agent:
         self.took: list[tuple[float, int]] = []
         self._text = KnownText()
 
-    def ask(self, parts: Sequence[Part], sampling: SamplingParams = GREEDY, policy: Policy | None = None) -> Result:
+    def ask(
+        self, parts: Sequence[Part], sampling: SamplingParams = GREEDY, policy: Policy | None = None
+    ) -> Result:
         """The answer; `policy` stands in for the condition's, to watch it."""
         condition, engine = self.condition, self.engine
         if condition.store:
@@ -78,7 +81,8 @@ class Agent:
 
 
 def sampling_of(name: str, seed: int, episode: int, turn: int, step: int) -> SamplingParams:
-    """How a step decodes: `greedy`, or `paper` (temperature 0.2, top-p 0.95), equal draws for all conditions.
+    """How a step decodes: `greedy`, or `paper` (temperature 0.2, top-p 0.95), equal draws for all
+    conditions.
 
     Raises:
         ValueError: neither of these.

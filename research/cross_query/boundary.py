@@ -1,4 +1,5 @@
-"""What a graft does to the next-token distributions at its edges: a policy, watched, and the truth beside it."""
+"""What a graft does to the next-token distributions at its edges: a policy, watched, and the truth
+beside it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,8 +19,8 @@ EDGE = 8  # tokens at either end of a segment: the boundary, whatever the halo
 
 @dataclass
 class Seen:
-    """One pass over a prompt. All logits are float32 [n, V] of the tokens in `edges`, or nothing if the policy has
-    dropped some of them before the last layer.
+    """One pass over a prompt. All logits are float32 [n, V] of the tokens in `edges`, or nothing if
+    the policy has dropped some of them before the last layer.
 
     Attributes:
         plan: of the prompt; nothing is grafted in one that was computed in full.
@@ -27,7 +28,8 @@ class Seen:
         trusting: before anything was rejected.
         final: as they stay.
         trusting_last, last: likewise of the prompt's last token, float32 [V].
-        probed: KL of each segment that the policy's own probe has compared, in nats, by number of the segment.
+        probed: KL of each segment that the policy's own probe has compared, in nats, by number of
+            the segment.
         rejected: bool [T], tokens that it did not trust.
     """
 
@@ -59,10 +61,12 @@ class Watched(Wrapped):
 
 
 class _Watching(Recording):
-    """Another context, of which the first pass through the last layer and the probe's logits are kept."""
+    """Another context, of which the first pass through the last layer and the probe's logits are
+    kept."""
 
     def __init__(self, inner: PrefillContext, seen: Seen) -> None:
-        super().__init__(inner, PrefillRecord(computed=torch.zeros(inner.num_layers, inner.plan.num_tokens, dtype=torch.bool)),
+        super().__init__(inner, PrefillRecord(computed=torch.zeros(inner.num_layers,
+        inner.plan.num_tokens, dtype=torch.bool)),
                          score_layers=False)  # fmt: skip
         self._seen = seen
         self._stored: Tensor | None = None  # logits of the probe with what is stored
@@ -77,14 +81,17 @@ class _Watching(Recording):
         return after
 
     def logits(self, hidden: Hidden) -> Tensor:
-        """The probe asks twice: with the residual stream of the source, and with what is computed."""
+        """The probe asks twice: with the residual stream of the source, and with what is
+        computed."""
         logits = super().logits(hidden)
         if self._stored is None:
             self._stored = logits
             return logits
         divergence = kl_divergence(logits, self._stored).cpu()
         numbers = self.plan.segments[hidden.where]
-        self._seen.probed |= {n: float(divergence[numbers == n].mean()) for n in numbers.unique().tolist()}
+        self._seen.probed |= {
+            n: float(divergence[numbers == n].mean()) for n in numbers.unique().tolist()
+        }
         self._stored = None
         return logits
 
@@ -95,7 +102,8 @@ class _Watching(Recording):
 
 @dataclass(frozen=True, eq=False)
 class Truth(Policy):
-    """Full recomputation that keeps the logits of the tokens in `where` bool [T] in `logits`, float32 [n, V]."""
+    """Full recomputation that keeps the logits of the tokens in `where` bool [T] in `logits`,
+    float32 [n, V]."""
 
     name: ClassVar[str] = "truth"
     uses_grafts: ClassVar[bool] = False
@@ -115,7 +123,9 @@ class Truth(Policy):
         """
         hidden = super().recompute(ctx)
         if hidden.where.shape != self.where.shape:
-            raise ValueError(f"the prompt has {self.where.numel()} tokens, this pass {hidden.where.numel()}")
+            raise ValueError(
+                f"the prompt has {self.where.numel()} tokens, this pass {hidden.where.numel()}"
+            )
         self.logits.append(ctx.logits(hidden.only(self.where)).cpu())
         return hidden
 

@@ -1,7 +1,7 @@
 """What the experiment compares, by name: conditions and ablations of cross-query segment reuse.
 
-Under every condition an engine of its own answers all episodes of one seed in turn, and keeps what it has read.
-"""
+Under every condition an engine of its own answers all episodes of one seed in turn, and keeps what
+it has read."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ from kvgraft.segments.segmentation import Similarity, parse_match
 from kvgraft.segments.store import StoreOptions
 
 ANY_DEPTH = 1000
-ANCHORS = ("thought :", "observation :", "doc")  # of the scaffold, in the words of the bundled model
+# of the scaffold, in the words of the bundled model
+ANCHORS = ("thought :", "observation :", "doc")
 CONTEXT = 0.5  # least similarity of left contexts: the paper wants a threshold, and names none
 _PUBLISHED = {"tau": 0.8, "context_tau": CONTEXT, "context_tokens": 64}
 
@@ -26,12 +27,15 @@ class Condition:
     Attributes:
         policy, match: as the engine takes them.
         remembers: whether anything is kept for later prompts.
-        counts_text: count what of a prompt stands in earlier ones, token by token, and reuse nothing.
-        store: whether grafts come from a segment store: the pool is emptied before every step. The store takes exact
-            blocks only, so every prompt is read in full when it has been answered, which nobody times.
+        counts_text: count what of a prompt stands in earlier ones, token by token, and reuse
+            nothing.
+        store: whether grafts come from a segment store: the pool is emptied before every step. The
+            store takes exact blocks only, so every prompt is read in full when it has been
+            answered, which nobody times.
         int8: whether that store keeps int8, and not the dtype of the model.
-        max_depth: of sources: whether what was computed after a graft is one, too. At 0 agents have next to none: their
-            prompts differ from the first token on, so all but what the first one held stands behind grafts.
+        max_depth: of sources: whether what was computed after a graft is one, too. At 0 agents have
+            next to none: their prompts differ from the first token on, so all but what the first
+            one held stands behind grafts.
     """
 
     name: str
@@ -55,23 +59,33 @@ class Condition:
         return policy if isinstance(policy, Similar) else None
 
     def open(self, model: Path, **settings: Any) -> Engine:
-        """An engine that has read nothing; settings are those that all conditions share (dtype, num_pages, ...)."""
+        """An engine that has read nothing; settings are those that all conditions share (dtype,
+        num_pages, ...)."""
         return Engine(
-            model, policy=self.policy, match=self.match, max_depth=self.max_depth, anchors=ANCHORS, continuation=False,
+            model, policy=self.policy, match=self.match, max_depth=self.max_depth, anchors=ANCHORS,
+            continuation=False,
             store=StoreOptions(int8=self.int8) if self.store else None, **settings,
         )  # fmt: skip
 
 
-def _similar(name: str = "similar", changed: Mapping[str, float | str] | None = None, **store: bool) -> Condition:
-    """Ours-base as published but for options of the policy, or of the matching, that are changed."""
+def _similar(
+    name: str = "similar", changed: Mapping[str, float | str] | None = None, **store: bool
+) -> Condition:
+    """Ours-base as published but for options of the policy, or of the matching, that are
+    changed."""
     changed = changed or {}
     policy = {option: value for option, value in changed.items() if hasattr(Similar, option)}
-    match = {**_PUBLISHED, **{option: value for option, value in changed.items() if option not in policy}}
+    match = {
+        **_PUBLISHED,
+        **{option: value for option, value in changed.items() if option not in policy},
+    }
     return Condition(name, _named("similar", policy), _named("similar", match), **store)
 
 
 def _named(name: str, options: Mapping[str, object]) -> str:
-    return ":".join((name, *filter(None, [",".join(f"{option}={value}" for option, value in options.items())])))
+    return ":".join(
+        (name, *filter(None, [",".join(f"{option}={value}" for option, value in options.items())]))
+    )
 
 
 NONE = "none"  # what all others are compared with
@@ -91,7 +105,8 @@ SWEPT: Mapping[str, tuple[float, ...]] = {
     "tau": (0.3, 0.6, 0.7, 0.8, 0.9),
     "context_tokens": (32, 64, 128),
 }
-"""The values of the ablations, that of `similar` among them: L_reuse (8, 12, 16, 24 of 32 layers), h, tau, W."""
+"""The values of the ablations, that of `similar` among them: L_reuse (8, 12, 16, 24 of 32 layers),
+h, tau, W."""
 
 
 def name_of(option: str, value: float) -> str:
@@ -126,8 +141,12 @@ def find_conditions(text: str) -> tuple[Condition, ...]:
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in CONDITIONS and name not in GROUPS]:
-        raise ValueError(f"unknown condition {unknown[0]!r}: choose from {', '.join((*GROUPS, *CONDITIONS))}")
+        raise ValueError(
+            f"unknown condition {unknown[0]!r}: choose from {', '.join((*GROUPS, *CONDITIONS))}"
+        )
     if not names:
-        raise ValueError(f"conditions must name at least one of {', '.join((*GROUPS, *CONDITIONS))}")
+        raise ValueError(
+            f"conditions must name at least one of {', '.join((*GROUPS, *CONDITIONS))}"
+        )
     groups = {**{name: (condition,) for name, condition in CONDITIONS.items()}, **GROUPS}
     return tuple(dict.fromkeys(condition for name in names for condition in groups[name]))

@@ -1,4 +1,5 @@
-"""Episodes: an agent's task, its tools, and the prompt of each step, given the answers to the steps before."""
+"""Episodes: an agent's task, its tools, and the prompt of each step, given the answers to the steps
+before."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,7 +70,10 @@ class Episode:
         if number >= len(self.plan.steps):
             raise ValueError(f"the plan has {len(self.plan.steps)} steps, got {number} answers")
         rng = self._random(f"step {number}" if self.variation.relabel else "labels")
-        taken = [(step.asks.format(*answers), *self._take(step, answers)) for step in self.plan.steps[: number + 1]]
+        taken = [
+            (step.asks.format(*answers), *self._take(step, answers))
+            for step in self.plan.steps[: number + 1]
+        ]
         asks, action, observation = taken[-1]
         parts = self._preamble(number)
         for entry in taken if self.variation.order == "oldest" else taken[::-1]:
@@ -108,7 +112,8 @@ class Episode:
         return (self._log(variable, line),)
 
     def _find(self, tool: Tool, arguments: Sequence[str]) -> tuple[str, ...]:
-        """The page of a key among those beside it in the book, in any order, with this episode's edits."""
+        """The page of a key among those beside it in the book, in any order, with this episode's
+        edits."""
         book = self.world.books[tool.name]
         if len(arguments) != 1 or arguments[0] not in book:
             raise tool.refuse(arguments)
@@ -125,7 +130,10 @@ class Episode:
     def _log(self, variable: str, line: str) -> str:
         """A computed number among those that others have computed."""
         rng = self._random(f"log {variable}")
-        others = rng.sample([word for word in vocabulary.VARIABLES if word not in self.plan.variables], _CALCULATIONS)
+        others = rng.sample(
+            [word for word in vocabulary.VARIABLES if word not in self.plan.variables],
+            _CALCULATIONS,
+        )
         lines = [f"{other} = {rng.choice(vocabulary.NUMBERS)} ." for other in others]
         lines.insert(rng.randrange(len(lines) + 1), line)
         return make_page(rng, variable, lines, _CALCULATION_WORDS).text
@@ -136,7 +144,9 @@ class Episode:
         needed = {BY_WORD[step.action.split()[0]].name for step in self.plan.steps}
         rng = self._random(f"tools {number}" if self.variation.retrieve_tools else "tools")
         others = [name for name in SHOWN[self.suite] if name not in needed]
-        shown = sorted(needed) + rng.sample(others, min(len(others), max(0, NUM_TOOLS - len(needed))))
+        shown = sorted(needed) + rng.sample(
+            others, min(len(others), max(0, NUM_TOOLS - len(needed)))
+        )
         rng.shuffle(shown)
         tools = [self._edit(self.world.descriptions[name], "tools").text for name in shown]
         notes = " ".join(f"note {colour} means {value} ." for colour, value in self.notes.items())
@@ -147,7 +157,9 @@ class Episode:
         ]  # fmt: skip
 
 
-def make_episodes(suite: str, seed: int, count: int, variation: Variation | None = None) -> tuple[Episode, ...]:
+def make_episodes(
+    suite: str, seed: int, count: int, variation: Variation | None = None
+) -> tuple[Episode, ...]:
     """`count` episodes, tasks in turn, in one world; equal arguments give equal episodes.
 
     Raises:
@@ -160,13 +172,19 @@ def make_episodes(suite: str, seed: int, count: int, variation: Variation | None
     variation = variation or Variation()
     world = make_world(Random(f"{suite} {seed}"), variation.passage_words)  # noqa: S311
     turns = islice(cycle(PLANS[suite]), count)
-    return tuple(_make(f"{suite}/{seed}/{number}", suite, task, world, variation) for number, task in enumerate(turns))
+    return tuple(
+        _make(f"{suite}/{seed}/{number}", suite, task, world, variation)
+        for number, task in enumerate(turns)
+    )
 
 
 def _make(name: str, suite: str, task: str, world: World, variation: Variation) -> Episode:
     rng = Random(name)  # noqa: S311
     own = {colour: rng.choice(vocabulary.NUMBERS) for colour in world.notes}
-    notes = {colour: own[colour] if rng.random() < variation.changed_notes else world.notes[colour] for colour in own}
+    notes = {
+        colour: own[colour] if rng.random() < variation.changed_notes else world.notes[colour]
+        for colour in own
+    }
     user = rng.choice(world.users)
     draft = Draft(rng, world.truth(notes, user))
     PLANS[suite][task](draft, world)

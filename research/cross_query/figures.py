@@ -1,4 +1,5 @@
-"""Figures of an experiment, by condition: what its agents got right, what was reused, what it took."""
+"""Figures of an experiment, by condition: what its agents got right, what was reused, what it
+took."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,9 @@ class EpisodeRun:
     @property
     def reused(self) -> float:
         """Grafted tokens and exact hits, as a share of all."""
-        return sum(row.grafted + row.prefix for row in self.rows) / sum(row.prompt for row in self.rows)
+        return sum(row.grafted + row.prefix for row in self.rows) / sum(
+            row.prompt for row in self.rows
+        )
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -50,11 +53,13 @@ class Figures(msgspec.Struct, frozen=True):
     Attributes:
         success, low, high: of episodes, with the 95 % bootstrap interval (drawn by series).
         right: of steps, whose answer is what their prompt says.
-        prefix, grafted, matched: of prompt tokens; exact hits, grafts, known text that is only counted.
-        computed: mean over steps, (token, layer) pairs of those of full recomputation, probes included.
+        prefix, grafted, matched: of prompt tokens; exact hits, grafts, known text that is only
+            counted.
+        computed: mean over steps, (token, layer) pairs of those of full recomputation, probes
+            included.
         flops: of those of `none` in the same episodes.
-        ttft_ms: median over steps; `faster`, `ttft_faster`: median over episodes of none's seconds divided by this
-            one's, of the whole step and to its first token.
+        ttft_ms: median over steps; `faster`, `ttft_faster`: median over episodes of none's seconds
+            divided by this one's, of the whole step and to its first token.
         probed, rejected: segments that a probe has looked at, mean per step; of these, not trusted.
         fallbacks: steps whose grafts were given up.
     """
@@ -94,7 +99,9 @@ def episodes(rows: Iterable[StepRow]) -> dict[tuple[str, str], list[EpisodeRun]]
     return found
 
 
-def paired(mine: Sequence[EpisodeRun], others: Sequence[EpisodeRun]) -> list[tuple[EpisodeRun, EpisodeRun]]:
+def paired(
+    mine: Sequence[EpisodeRun], others: Sequence[EpisodeRun]
+) -> list[tuple[EpisodeRun, EpisodeRun]]:
     """The episodes that both have."""
     theirs = {ran.pair: ran for ran in others}
     return [(ran, theirs[ran.pair]) for ran in mine if ran.pair in theirs]
@@ -106,7 +113,9 @@ def summarise(rows: Iterable[StepRow]) -> list[Figures]:
     return [_figures(key, mine, found.get((key[0], NONE), [])) for key, mine in found.items()]
 
 
-def _figures(key: tuple[str, str], mine: Sequence[EpisodeRun], base: Sequence[EpisodeRun]) -> Figures:
+def _figures(
+    key: tuple[str, str], mine: Sequence[EpisodeRun], base: Sequence[EpisodeRun]
+) -> Figures:
     variation, condition = key
     pairs = paired(mine, base)
     steps = [row for ran in mine for row in ran.rows]

@@ -1,4 +1,5 @@
-"""The agent loop: every step is a prompt, its answer fills in the next action, and the last answer is the agent's."""
+"""The agent loop: every step is a prompt, its answer fills in the next action, and the last answer
+is the agent's."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +28,8 @@ class StepOutcome:
 
     Attributes:
         action, error: what was done before the question, and whether the tool refused it.
-        expected: the right answer by what the prompt says, wrong turns before it included; empty if it says nothing.
+        expected: the right answer by what the prompt says, wrong turns before it included; empty if
+            it says nothing.
         right: whether the answer is that.
         seconds: until the answer was there.
         result: of the engine, if an engine answered.
@@ -44,7 +46,8 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class EpisodeResult:
-    """What became of one episode; `success` and `f1` compare the final answer with the episode's."""
+    """What became of one episode; `success` and `f1` compare the final answer with the
+    episode's."""
 
     name: str
     task: str
@@ -86,7 +89,9 @@ def run_episode(answer: Answer, episode: Episode) -> EpisodeResult:
             raise ValueError(f"step {number} of {episode.name} cannot be answered: {result.error}")
         word, *_ = (*(found.text if isinstance(found, Result) else found).split(), NOTHING)
         right, error = word == prompt.expected, prompt.observation.error
-        rows.append(StepOutcome(prompt.action, error, prompt.expected, word, right, seconds, result))
+        rows.append(
+            StepOutcome(prompt.action, error, prompt.expected, word, right, seconds, result)
+        )
         words.append(word)
     expected = [episode.plan.answer]
     return EpisodeResult(
@@ -101,14 +106,20 @@ def paper_sampling(seed: int) -> SamplingParams:
 
 
 def ask_engine(
-    engine: Engine, policy: str | Policy, sampling: SamplingParams = GREEDY, *, namespace: str = "default"
+    engine: Engine,
+    policy: str | Policy,
+    sampling: SamplingParams = GREEDY,
+    *,
+    namespace: str = "default",
 ) -> Answer:
-    """Answers under a policy; the engine remembers every prompt for those that follow in the namespace. With a seed,
-    steps draw from seeds of their own that follow from it."""
+    """Answers under a policy; the engine remembers every prompt for those that follow in the
+    namespace. With a seed, steps draw from seeds of their own that follow from it."""
 
     def answer(parts: Sequence[Part], number: int) -> Result:
         seed = None if sampling.seed is None else sampling.seed * _SEEDS + number
-        [result] = engine.generate([Request(parts, policy, replace(sampling, seed=seed), namespace)])
+        [result] = engine.generate(
+            [Request(parts, policy, replace(sampling, seed=seed), namespace)]
+        )
         return result
 
     return answer

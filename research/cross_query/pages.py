@@ -1,4 +1,5 @@
-"""Pages of facts among filler, and what becomes of them when they are found again: small edits, in the filler only."""
+"""Pages of facts among filler, and what becomes of them when they are found again: small edits, in
+the filler only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ class Page:
 
 
 def make_page(rng: Random, key: str, facts: Sequence[str], num_words: int) -> Page:
-    """A page of about `num_words` words (at most 8 more): the facts in order, at random places of the filler."""
+    """A page of about `num_words` words (at most 8 more): the facts in order, at random places of
+    the filler."""
     sentences, room = [], num_words - sum(len(fact.split()) for fact in facts)
     while room > 0:
         sentences.append(Sentence(_filler(rng)))
@@ -42,8 +44,8 @@ def make_page(rng: Random, key: str, facts: Sequence[str], num_words: int) -> Pa
 
 
 def edit(rng: Random, page: Page, rate: float) -> Page:
-    """The page with as many edits as coins of probability `rate` give for its words, all of them in its filler, so that
-    a page of facts alone stays as it is."""
+    """The page with as many edits as coins of probability `rate` give for its words, all of them in
+    its filler, so that a page of facts alone stays as it is."""
     sentences = list(page.sentences)
     filler = [number for number, sentence in enumerate(sentences) if not sentence.fact]
     edits = sum(rng.random() < rate for _ in page.text.split())
@@ -63,10 +65,23 @@ def _edit(rng: Random, words: list[str]) -> list[str]:
     if kind == "delete" and adjectives:
         at = rng.choice(adjectives)
         return [*words[:at], *words[at + 1 :]]
-    at, alike = rng.choice([(at, alike) for at, word in enumerate(words) for alike in _CLASSES if word in alike])
-    return [*words[:at], rng.choice([word for word in alike if word != words[at]]), *words[at + 1 :]]
+    at, alike = rng.choice(
+        [(at, alike) for at, word in enumerate(words) for alike in _CLASSES if word in alike]
+    )
+    return [
+        *words[:at],
+        rng.choice([word for word in alike if word != words[at]]),
+        *words[at + 1 :],
+    ]
 
 
 def _filler(rng: Random) -> str:
-    scene = f"the {rng.choice(vocabulary.ADJECTIVES)} {rng.choice(vocabulary.PLACES)} {rng.choice(vocabulary.VERBS)}"
-    return f"{scene} ." if rng.random() < 0.5 else f"{scene} near the {rng.choice(vocabulary.PLACES)} ."
+    scene = (
+        f"the {rng.choice(vocabulary.ADJECTIVES)} {rng.choice(vocabulary.PLACES)} "
+        f"{rng.choice(vocabulary.VERBS)}"
+    )
+    return (
+        f"{scene} ."
+        if rng.random() < 0.5
+        else f"{scene} near the {rng.choice(vocabulary.PLACES)} ."
+    )

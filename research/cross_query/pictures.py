@@ -24,7 +24,9 @@ _NAMES = {
 }
 
 
-def write_pictures(rows: Sequence[StepRow], divergences: Sequence[DivergenceRow], directory: Path) -> list[Path]:
+def write_pictures(
+    rows: Sequence[StepRow], divergences: Sequence[DivergenceRow], directory: Path
+) -> list[Path]:
     """All pictures for which there is something to show; of plain episodes."""
     directory.mkdir(parents=True, exist_ok=True)
     plain = [row for row in rows if row.variation == PLAIN]
@@ -45,13 +47,17 @@ def write_pictures(rows: Sequence[StepRow], divergences: Sequence[DivergenceRow]
 
 
 def _speed(rows: Sequence[StepRow]) -> plt.Figure:
-    """Times as fast as `none` against what is reused: small dots are episodes, large ones their medians."""
+    """Times as fast as `none` against what is reused: small dots are episodes, large ones their
+    medians."""
     figure, axes = plt.subplots(figsize=(6.4, 4.2))
     ran = episodes(rows)
     shown = [key for key in ran if key[1] != NONE]
     for number, key in enumerate(shown):
         pairs = paired(ran[key], ran.get((key[0], NONE), ()))
-        x, y = [mine.reused for mine, _ in pairs], [none.seconds / mine.seconds for mine, none in pairs]
+        x, y = (
+            [mine.reused for mine, _ in pairs],
+            [none.seconds / mine.seconds for mine, none in pairs],
+        )
         colour = COLOURS[number % len(COLOURS)]
         axes.scatter(x, y, s=8, alpha=0.35, color=colour, linewidths=0)
         if pairs:
@@ -70,15 +76,27 @@ def _ablations(rows: Sequence[StepRow]) -> plt.Figure | None:
     swept = {
         option: points
         for option, values in SWEPT.items()
-        if len(points := [(value, found[n]) for value in values if (n := name_of(option, value)) in found]) > 1
+        if len(
+            points := [
+                (value, found[n]) for value in values if (n := name_of(option, value)) in found
+            ]
+        )
+        > 1
     }
     if not swept:
         return None
-    figure, grid = plt.subplots(1, len(swept), figsize=(3.4 * len(swept), 3.2), sharey=True, squeeze=False)
+    figure, grid = plt.subplots(
+        1, len(swept), figsize=(3.4 * len(swept), 3.2), sharey=True, squeeze=False
+    )
     for axes, (option, points) in zip(grid[0], swept.items(), strict=True):
         x = [value for value, _ in points]
-        spread = [[one.success - one.low for _, one in points], [one.high - one.success for _, one in points]]
-        axes.errorbar(x, [one.success for _, one in points], spread, marker="o", capsize=3, label="success")
+        spread = [
+            [one.success - one.low for _, one in points],
+            [one.high - one.success for _, one in points],
+        ]
+        axes.errorbar(
+            x, [one.success for _, one in points], spread, marker="o", capsize=3, label="success"
+        )
         axes.plot(x, [one.computed for _, one in points], marker="s", label="computed")
         axes.plot(x, [one.grafted for _, one in points], marker="^", label="grafted")
         axes.set_xlabel(_NAMES[option])
@@ -91,9 +109,13 @@ def _boundary(rows: Sequence[DivergenceRow]) -> plt.Figure:
     """How many accepted segments stay below a KL."""
     figure, axes = plt.subplots(figsize=(6.4, 3.6))
     for number, condition in enumerate(dict.fromkeys(row.condition for row in rows)):
-        values = np.sort([one.final for row in rows if row.condition == condition for one in row.accepted])
+        values = np.sort(
+            [one.final for row in rows if row.condition == condition for one in row.accepted]
+        )
         shares = np.arange(1, len(values) + 1) / len(values)
-        axes.plot(np.maximum(values, 1e-8), shares, color=COLOURS[number % len(COLOURS)], label=condition)
+        axes.plot(
+            np.maximum(values, 1e-8), shares, color=COLOURS[number % len(COLOURS)], label=condition
+        )
     axes.axvline(KL, color="grey", linewidth=1, linestyle="--")
     axes.set_xscale("log")
     axes.set_xlabel("mean KL of a segment's boundary tokens, nats")

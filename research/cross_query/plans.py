@@ -1,4 +1,5 @@
-"""Tasks of agents, as plans: which tool comes next and what is read from its observation, but not what is found."""
+"""Tasks of agents, as plans: which tool comes next and what is read from its observation, but not
+what is found."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from research.cross_query.world import World
 
 @dataclass(frozen=True)
 class Step:
-    """One action and what is asked after its observation; `{0}` stands for the answer to the first step.
+    """One action and what is asked after its observation; `{0}` stands for the answer to the first
+    step.
 
     Attributes:
         action: the word of a tool, and arguments.
@@ -26,7 +28,8 @@ class Step:
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """`question` is the task in words; `answer` is the right answer to the last step, if all before are right."""
+    """`question` is the task in words; `answer` is the right answer to the last step, if all before
+    are right."""
 
     task: str
     question: str
@@ -49,9 +52,14 @@ class Draft:
         self._variables = rng.sample(vocabulary.VARIABLES, len(vocabulary.VARIABLES))
 
     def find(self, tool: str, subject: str, asks: str = "") -> str:
-        """Look up `subject`, a word or an earlier step, and read what is asked for; returns the step as a subject."""
+        """Look up `subject`, a word or an earlier step, and read what is asked for; returns the
+        step as a subject."""
         asks = (asks or f"{_ASKS[tool]} of {{}}").replace("{}", subject)
-        return self._add(Step(f"{TOOLS[tool].word} {subject}", asks), self.truth[asks.format(*self.answers)], asks)
+        return self._add(
+            Step(f"{TOOLS[tool].word} {subject}", asks),
+            self.truth[asks.format(*self.answers)],
+            asks,
+        )
 
     def compute(self, tool: str, arguments: str) -> str:
         """Likewise for a number.
@@ -68,7 +76,8 @@ class Draft:
         return self._add(step, str(compute(arguments.format(*self.answers).split())), phrase)
 
     def combine(self, one: str, other: str) -> str:
-        """Calculate with two steps: their sum, or their difference, or where neither is a word the greater."""
+        """Calculate with two steps: their sum, or their difference, or where neither is a word the
+        greater."""
         for arguments in (f"{one} with {other}", f"{one} from {other}", f"{other} from {one}"):
             try:
                 return self.compute("calculator", arguments)
@@ -86,7 +95,14 @@ class Draft:
         return f"{{{len(self.steps) - 1}}}"
 
 
-_ASKS = {"mentor": "mentor", "home": "home", "number": "code", "code": "code", "paint": "note", "owner": "owner"}
+_ASKS = {
+    "mentor": "mentor",
+    "home": "home",
+    "number": "code",
+    "code": "code",
+    "paint": "note",
+    "owner": "owner",
+}
 
 
 def _bridge(draft: Draft, world: World) -> None:
@@ -99,7 +115,9 @@ def _bridge(draft: Draft, world: World) -> None:
 def _long_bridge(draft: Draft, world: World) -> None:
     """Three pages: the home of the mentor of somebody's mentor."""
     homed = world.pupils("home")
-    pupil = draft.rng.choice([pupil for pupil in world.pupils("mentor") if world.values["mentor"][pupil] in homed])
+    pupil = draft.rng.choice(
+        [pupil for pupil in world.pupils("mentor") if world.values["mentor"][pupil] in homed]
+    )
     mentor = draft.find("search", pupil, "mentor of {}")
     other = draft.find("search", mentor, "mentor of {}")
     draft.find("search", other, f"home of mentor of {mentor}")
@@ -108,7 +126,9 @@ def _long_bridge(draft: Draft, world: World) -> None:
 def _sum(draft: Draft, world: World) -> None:
     """Two pages and the calculator: the numbers that notes give to two paints."""
     one, other = draft.rng.sample(world.keys("paint"), 2)
-    draft.combine(draft.find("search", one, "note of {}"), draft.find("search", other, "note of {}"))
+    draft.combine(
+        draft.find("search", one, "note of {}"), draft.find("search", other, "note of {}")
+    )
 
 
 def _bridge_and_sum(draft: Draft, world: World) -> None:
@@ -120,7 +140,10 @@ def _bridge_and_sum(draft: Draft, world: World) -> None:
 
 def _owner_page(draft: Draft, world: World) -> None:
     """Who owns a thing, as the preamble says; on from there to a home or a code."""
-    subject, book = draft.find("search", draft.rng.choice(world.keys("owner")), "owner of {}"), "owner"
+    subject, book = (
+        draft.find("search", draft.rng.choice(world.keys("owner")), "owner of {}"),
+        "owner",
+    )
     while book not in ("home", "number"):
         book = world.book_of(subject.format(*draft.answers))
         subject = draft.find("search", subject, f"{_ASKS[book]} of {{}}")
@@ -145,8 +168,11 @@ def _look_up_and_compute(draft: Draft, world: World) -> None:
 
 
 def _owner(draft: Draft, world: World) -> None:
-    """Who owns a thing is said by the preamble; on from there to a number, and to the day a week after it."""
-    draft.compute("calendar", _walk(draft, world, draft.find("owner", draft.rng.choice(world.keys("owner")))))
+    """Who owns a thing is said by the preamble; on from there to a number, and to the day a week
+    after it."""
+    draft.compute(
+        "calendar", _walk(draft, world, draft.find("owner", draft.rng.choice(world.keys("owner"))))
+    )
 
 
 def _convert(draft: Draft, world: World) -> None:

@@ -1,5 +1,5 @@
-"""What MinHash proposes of agents' prompts, beside the engine: whether it is right, and how much of what is known it
-finds (cross-query reuse, H3)."""
+"""What MinHash proposes of agents' prompts, beside the engine: whether it is right, and how much of
+what is known it finds (cross-query reuse, H3)."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,8 @@ class Proposal(msgspec.Struct, frozen=True):
 
     Attributes:
         same: share of them that stand in the source in the same order.
-        kl: at the boundary tokens of what is grafted of it, before anything is rejected; None where nothing is.
+        kl: at the boundary tokens of what is grafted of it, before anything is rejected; None where
+            nothing is.
     """
 
     start: int
@@ -39,8 +40,8 @@ class Proposer:
     """An index that is given all prompts, whatever an engine would have kept of them.
 
     Attributes:
-        known: tokens of the last prompt that earlier ones held in runs worth a graft, `covered` of them by right
-            proposals.
+        known: tokens of the last prompt that earlier ones held in runs worth a graft, `covered` of
+            them by right proposals.
     """
 
     def __init__(self, similarity: Similarity, anchors: Sequence[Sequence[int]]) -> None:
@@ -72,7 +73,8 @@ class Proposer:
         count = len(prompt) // _BLOCK
         pages = np.arange(self._num_pages, self._num_pages + count, dtype=np.int32)
         entries = self._index.blocks.insert(
-            prompt[: count * _BLOCK], pages, np.zeros(count, np.int64), source=len(self._prompts), source_start=0,
+            prompt[: count * _BLOCK], pages, np.zeros(count, np.int64), source=len(self._prompts),
+            source_start=0,
             scope=self._scope,
         )  # fmt: skip
         self._index.insert(entries, self._scope)

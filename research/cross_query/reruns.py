@@ -21,8 +21,8 @@ class RerunStability(msgspec.Struct, frozen=True):
     """Reruns of the episodes of one condition, with equal draws for all conditions.
 
     Attributes:
-        distance, low, high: Levenshtein distance of the answers of two reruns, as a share of the longer ones, mean over
-            pairs of reruns, with its 95 % interval (drawn by series).
+        distance, low, high: Levenshtein distance of the answers of two reruns, as a share of the
+            longer ones, mean over pairs of reruns, with its 95 % interval (drawn by series).
         from_none: the same to the rerun under `none` that has drawn as this one has.
         entropy: of the answers to a step over its reruns, in nats, mean over steps.
         success: of all reruns.
@@ -52,7 +52,9 @@ def compare(rows: Iterable[StepRow]) -> list[RerunStability]:
     return [_stability(key, mine, found.get((key[0], NONE), ())) for key, mine in found.items()]
 
 
-def _stability(key: tuple[str, str], mine: Sequence[EpisodeRun], base: Sequence[EpisodeRun]) -> RerunStability:
+def _stability(
+    key: tuple[str, str], mine: Sequence[EpisodeRun], base: Sequence[EpisodeRun]
+) -> RerunStability:
     variation, condition = key
     reruns: dict[object, list[EpisodeRun]] = {}
     for ran in mine:
@@ -63,9 +65,11 @@ def _stability(key: tuple[str, str], mine: Sequence[EpisodeRun], base: Sequence[
     theirs = {ran.pair: ran for ran in base}
     apart = [_distance(ran, theirs[ran.pair]) for ran in mine if ran.pair in theirs]
     return RerunStability(
-        condition, variation, len(reruns), max(map(len, reruns.values())), mean(distances), low, high,
+        condition, variation, len(reruns), max(map(len, reruns.values())), mean(distances), low,
+        high,
         mean(apart) if apart else None,
-        mean(_entropy(answers) for group in reruns.values() for answers in zip(*map(_answers, group), strict=True)),
+        mean(_entropy(answers) for group in reruns.values() for answers in zip(*map(_answers,
+        group), strict=True)),
         mean(ran.success for ran in mine),
     )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """The experiment: agents under all conditions in turn, one line of JSON for each step, resumable.
 
-The cache of a condition is a part of it, so the unit that is repeated after an interruption is a seed: its episodes
-are read again, in order, and only steps that the file does not hold yet are written.
-"""
+The cache of a condition is a part of it, so the unit that is repeated after an interruption is a
+seed: its episodes are read again, in order, and only steps that the file does not hold yet are
+written."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ from research.cross_query.variation import Variation
 CONFIG, ROWS = "agents.json", "steps.jsonl"
 PLAIN, ADVERSARIAL = "plain", "adversarial"
 VARIATIONS = {PLAIN: Variation(), ADVERSARIAL: Variation(changed_notes=1.0)}
-"""How prompts nearly repeat; `adversarial` ones change every note, so that all facts that depend on one do, too."""
+"""How prompts nearly repeat; `adversarial` ones change every note, so that all facts that depend on
+one do, too."""
 
 Series = tuple[str, str, int]
 """(suite, variation, seed): what an engine and its cache live for."""
@@ -34,7 +35,8 @@ Series = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class ExperimentSettings:
-    """What is run. All but seeds, episodes, rounds and conditions must be what it was when a directory is continued.
+    """What is run. All but seeds, episodes, rounds and conditions must be what it was when a
+    directory is continued.
 
     Attributes:
         rounds: times that a seed is run, each with empty caches; sampled rounds draw differently.
@@ -54,12 +56,17 @@ class ExperimentSettings:
     num_pages: int = 4096
 
     def __post_init__(self) -> None:
-        for name, given, known in (("suite", self.suites, SUITES), ("variation", self.variations, tuple(VARIATIONS))):
+        for name, given, known in (
+            ("suite", self.suites, SUITES),
+            ("variation", self.variations, tuple(VARIATIONS)),
+        ):
             if unknown := [one for one in given if one not in known]:
                 raise ValueError(f"unknown {name} {unknown[0]!r}: choose from {', '.join(known)}")
         for name in ("suites", "seeds", "conditions", "variations"):
             if not getattr(self, name) or len(set(getattr(self, name))) < len(getattr(self, name)):
-                raise ValueError(f"{name} must be one or more, none of them twice, got {getattr(self, name)}")
+                raise ValueError(
+                    f"{name} must be one or more, none of them twice, got {getattr(self, name)}"
+                )
         for name in ("episodes", "rounds", "num_pages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -129,16 +136,22 @@ class StepRow(msgspec.Struct, frozen=True):
 
 
 def run(
-    settings: ExperimentSettings, model: Path, directory: Path, on_progress: OnProgress | None = None, **engine: Any
+    settings: ExperimentSettings,
+    model: Path,
+    directory: Path,
+    on_progress: OnProgress | None = None,
+    **engine: Any,
 ) -> list[StepRow]:
-    """Run what the directory does not hold yet, and return all rows of it. Conditions answer in turns, episode by
-    episode, and every episode begins with another one, so that whatever else the machine does hits all alike.
+    """Run what the directory does not hold yet, and return all rows of it. Conditions answer in
+    turns, episode by episode, and every episode begins with another one, so that whatever else the
+    machine does hits all alike.
 
     Args:
         engine: arguments of all engines.
 
     Raises:
-        ValueError: the directory holds an experiment with other settings, or a prompt cannot be answered.
+        ValueError: the directory holds an experiment with other settings, or a prompt cannot be
+            answered.
     """
     check_settings(settings, model, directory, engine)
     rows = {row.key: row for row in read_rows(directory)}
@@ -146,7 +159,9 @@ def run(
     total = len(units) * settings.episodes
     with (directory / ROWS).open("ab") as file:
         for unit, (series, turn) in enumerate(units):
-            left = [c for c in settings.conditions if not _is_complete(rows, settings, series, turn, c)]
+            left = [
+                c for c in settings.conditions if not _is_complete(rows, settings, series, turn, c)
+            ]
             agents = [Agent(c, c.open(model, num_pages=settings.num_pages, **engine)) for c in left]
             for number in range(settings.episodes):
                 for row in _episode(settings, series, turn, number, agents) if agents else ():
@@ -172,18 +187,26 @@ def episodes_of(series: Series, count: int) -> tuple[Episode, ...]:
     return make_episodes(suite, seed, count, VARIATIONS[variation])
 
 
-def check_settings(settings: ExperimentSettings, model: Path, directory: Path, engine: Mapping[str, Any]) -> None:
+def check_settings(
+    settings: ExperimentSettings, model: Path, directory: Path, engine: Mapping[str, Any]
+) -> None:
     """Note what a directory is of; ValueError if it is of something else."""
     described = {**settings.describe(), "model": load_config(model).identity, **engine}
     check_config(directory / CONFIG, described)
 
 
 def _is_complete(
-    rows: dict[tuple[object, ...], StepRow], settings: ExperimentSettings, series: Series, turn: int, one: Condition
+    rows: dict[tuple[object, ...], StepRow],
+    settings: ExperimentSettings,
+    series: Series,
+    turn: int,
+    one: Condition,
 ) -> bool:
     """Whether the file holds the last step of every episode of one condition."""
     episodes = episodes_of(series, settings.episodes)
-    return all((*series, turn, one.name, n, len(e.plan.steps) - 1) in rows for n, e in enumerate(episodes))
+    return all(
+        (*series, turn, one.name, n, len(e.plan.steps) - 1) in rows for n, e in enumerate(episodes)
+    )
 
 
 def _episode(
@@ -201,7 +224,9 @@ def _episode(
         yield from _rows(result, (*series, number, agent.condition.name, turn), agent.took)
 
 
-def _rows(result: EpisodeResult, where: tuple[Any, ...], took: Sequence[tuple[float, int]]) -> Iterator[StepRow]:
+def _rows(
+    result: EpisodeResult, where: tuple[Any, ...], took: Sequence[tuple[float, int]]
+) -> Iterator[StepRow]:
     suite, variation, seed, number, condition, turn = where
     for step, (one, (seconds, matched)) in enumerate(zip(result.steps, took, strict=True)):
         if one.result is None:
@@ -209,9 +234,13 @@ def _rows(result: EpisodeResult, where: tuple[Any, ...], took: Sequence[tuple[fl
         report = one.result.report
         counts = report.counts
         yield StepRow(
-            suite, variation, seed, number, step, condition, turn, result.task, one.expected, one.answer, one.right,
-            one.error, step == len(result.steps) - 1, result.success, report.prompt_tokens, report.prefix_tokens,
-            report.grafted_tokens, report.recomputed_tokens, report.fresh_tokens, matched, report.computed_share,
-            report.flops, report.ttft_s, seconds, report.stages, counts["rejected_tokens"], counts["probed_segments"],
+            suite, variation, seed, number, step, condition, turn, result.task, one.expected,
+            one.answer, one.right,
+            one.error, step == len(result.steps) - 1, result.success, report.prompt_tokens,
+            report.prefix_tokens,
+            report.grafted_tokens, report.recomputed_tokens, report.fresh_tokens, matched,
+            report.computed_share,
+            report.flops, report.ttft_s, seconds, report.stages, counts["rejected_tokens"],
+            counts["probed_segments"],
             counts["rejected_segments"], counts["restored_blocks"], report.fallback,
         )  # fmt: skip

@@ -27,12 +27,16 @@ def render_figures(found: Sequence[Figures]) -> RenderableType:
             table.title = f"{one.variation}, {one.episodes} episodes"
         reused = f"({one.matched:.0%})" if one.matched else f"{one.prefix + one.grafted:.0%}"
         tables[one.variation].add_row(
-            one.condition, f"{one.success:.3f} ± {(one.high - one.low) / 2:.2f}", reused, f"{one.computed:.0%}",
-            _share(one.flops), "-" if isnan(one.faster) else f"{one.faster:.2f}x", _share(one.rejected),
+            one.condition, f"{one.success:.3f} ± {(one.high - one.low) / 2:.2f}", reused,
+            f"{one.computed:.0%}",
+            _share(one.flops), "-" if isnan(one.faster) else f"{one.faster:.2f}x",
+            _share(one.rejected),
         )  # fmt: skip
     legend = (
-        "reused: grafts and exact hits, of prompt tokens (what is only counted); work: (token, layer) pairs, of those "
-        "of full recomputation, probes included; faster: median over episodes, against none; rejected: of what a probe "
+        "reused: grafts and exact hits, of prompt tokens (what is only counted); work: (token, "
+        "layer) pairs, of those "
+        "of full recomputation, probes included; faster: median over episodes, against none; "
+        "rejected: of what a probe "
         "has seen"
     )
     return Group(*tables.values(), Text(legend))
@@ -43,13 +47,16 @@ def render_verdicts(found: Sequence[Verdict]) -> RenderableType:
     table = _table("", "claim", "condition", right=("value", "verdict"))
     table.columns[2].max_width = _WIDTHS["condition"]
     for one in found:
-        beside = ", ".join(f"{name} {_number(value)}" for name, value in {"n": one.count, **one.details}.items())
+        beside = ", ".join(
+            f"{name} {_number(value)}" for name, value in {"n": one.count, **one.details}.items()
+        )
         interval = "-" if isnan(one.low) else f"{one.low:.2g} to {one.high:.2g}"
         table.add_row(
             one.hypothesis, Text(f"{one.claim}\n").append(beside, style="dim"),
             one.condition if one.variation in ("-", PLAIN) else f"{one.condition}, {one.variation}",
             f"{_number(one.value)}\n{interval}",
-            Text(one.verdict, style=_COLOURS.get(one.verdict, "yellow")).append(f"\n{one.bar}", style="default"),
+            Text(one.verdict, style=_COLOURS.get(one.verdict, "yellow")).append(f"\n{one.bar}",
+            style="default"),
         )  # fmt: skip
     return table
 
@@ -62,10 +69,12 @@ def render_reruns(found: Sequence[RerunStability]) -> RenderableType:
         table.add_row(
             one.condition if one.variation == PLAIN else f"{one.condition}, {one.variation}",
             f"{one.episodes} x {one.reruns}", f"{one.distance:.3f}{spread}",
-            "-" if one.from_none is None else f"{one.from_none:.3f}", f"{one.entropy:.3f}", f"{one.success:.3f}",
+            "-" if one.from_none is None else f"{one.from_none:.3f}", f"{one.entropy:.3f}",
+            f"{one.success:.3f}",
         )  # fmt: skip
     legend = (
-        "runs: episodes and reruns; distance: Levenshtein's between reruns, as a share; from none: to the rerun with "
+        "runs: episodes and reruns; distance: Levenshtein's between reruns, as a share; from none: "
+        "to the rerun with "
         "equal draws and no reuse; entropy: of the answers to a step, in nats"
     )
     return Group(table, Text(legend))

@@ -1,8 +1,8 @@
-"""The agents' tools: what they are called in the model's words, what they look up or compute, what they refuse.
+"""The agents' tools: what they are called in the model's words, what they look up or compute, what
+they refuse.
 
-The vocabulary has no word for calculators and the like, so every tool goes by the word for some thing. Numbers are the
-words 10 to 99.
-"""
+The vocabulary has no word for calculators and the like, so every tool goes by the word for some
+thing. Numbers are the words 10 to 99."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,11 +39,17 @@ class Tool:
     @property
     def schema(self) -> tuple[str, ...]:
         """The sentences that describe it."""
-        return f"tool {self.word} : {self.does} .", f"need {self.needs} .", f"action : {self.word} {self.example} ."
+        return (
+            f"tool {self.word} : {self.does} .",
+            f"need {self.needs} .",
+            f"action : {self.word} {self.example} .",
+        )
 
     def refuse(self, arguments: Sequence[str]) -> ToolError:
         """The error that quotes the arguments."""
-        return ToolError(f"the {self.word} : need {self.needs} , given {' '.join(arguments) or '?'} .")
+        return ToolError(
+            f"the {self.word} : need {self.needs} , given {' '.join(arguments) or '?'} ."
+        )
 
 
 def calculate(arguments: Sequence[str]) -> int:
@@ -95,16 +101,19 @@ def _number(word: str) -> int:
 
 
 _ALL = (
-    Tool("search", "search", "find and read the doc near a mentor , a chest , a home", "a mentor", "abel"),
+    Tool("search", "search", "find and read the doc near a mentor , a chest , a home", "a mentor",
+    "abel"),
     Tool("mentor", "mirror", "find the mentor of a user", "a user", "abel"),
     Tool("home", "tent", "find the home of a mentor", "a mentor", "abel"),
     Tool("number", "stamp", "find the code of a user", "a user", "abel"),
     Tool("code", "box", "find the codes held in a chest", "a chest", "bench"),
     Tool("paint", "brush", "find the paint on a chest , then read the note", "a chest", "bench"),
     Tool("owner", "flag", "find the owner of a chest", "a chest", "bench"),
-    Tool("calculator", "wheel", "the value of a code with a code , of a code from a code , and the most",
+    Tool("calculator", "wheel",
+    "the value of a code with a code , of a code from a code , and the most",
          "a code with a code", "22 with 33", calculate),
-    Tool("calendar", "clock", "given a code of now , find the code then", "a code", "22", next_week),
+    Tool("calendar", "clock", "given a code of now , find the code then", "a code", "22",
+    next_week),
     Tool("converter", "coin", "the value of a code on a coin", "a code", "22", convert),
     Tool("atlas", "compass", "find the value of a home", "a home", "porto", locate),
 )  # fmt: skip

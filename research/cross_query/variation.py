@@ -18,13 +18,16 @@ class Variation:
     """What differs between prompts that say the same.
 
     Attributes:
-        edit_rate: words substituted, inserted or deleted in what an episode finds of a page or a tool's description,
-            as a share of its words. Edits are in its filler, never in what answers need.
-        changed_notes: share of the notes of the preamble to which an episode gives a number of its own.
+        edit_rate: words substituted, inserted or deleted in what an episode finds of a page or a
+            tool's description, as a share of its words. Edits are in its filler, never in what
+            answers need.
+        changed_notes: share of the notes of the preamble to which an episode gives a number of its
+            own.
         order: of the observations in the scratchpad.
         counter: prompts begin with the number of their step.
         relabel: the `doc 42 :` before a passage is drawn anew for every step.
-        retrieve_tools: every step lists the tools that the episode needs in another order, with others beside them.
+        retrieve_tools: every step lists the tools that the episode needs in another order, with
+            others beside them.
         num_passages: in an observation of a search or a look-up, the page in question among others.
         passage_words: least and most words of a page.
 
@@ -51,10 +54,14 @@ class Variation:
             raise ValueError(f"num_passages must be 1 to {MAX_PASSAGES}, got {self.num_passages}")
         least, most = self.passage_words
         if not MIN_WORDS <= least <= most:
-            raise ValueError(f"passage_words must be two numbers from {MIN_WORDS}, in order, got {self.passage_words}")
+            raise ValueError(
+                f"passage_words must be two numbers from {MIN_WORDS}, in order, got "
+                f"{self.passage_words}"
+            )
         length = ROOM_BESIDE + MAX_SEARCHES * self.num_passages * (most + ROOM_AROUND)
         if length > CONTEXT:
             raise ValueError(
-                f"num_passages {self.num_passages} of {most} words make prompts of up to {length} tokens, "
+                f"num_passages {self.num_passages} of {most} words make prompts of up to {length} "
+                "tokens, "
                 f"at most {CONTEXT} are allowed"
             )

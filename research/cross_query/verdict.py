@@ -13,8 +13,8 @@ class Verdict(msgspec.Struct, frozen=True):
     Attributes:
         value, low, high: the figure and its 95 % interval, NaN where it has none.
         bar: what it must be.
-        verdict: `holds` if the whole interval is on the right side of the bar, `fails` if it is on the other, else
-            `undecided`.
+        verdict: `holds` if the whole interval is on the right side of the bar, `fails` if it is on
+            the other, else `undecided`.
         count: what the figure is of: episodes, segments, proposals.
         details: figures beside it.
     """

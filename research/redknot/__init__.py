@@ -1,4 +1,5 @@
-"""RedKnot: a model most of whose KV heads need a window only, and what that saves. How it answers: `research.quality`.
+"""RedKnot: a model most of whose KV heads need a window only, and what that saves. How it answers:
+`research.quality`.
 
 segpaged      attention alone, at the shape of Qwen3-32B
 head_paging   the native engine, dense and by head

@@ -1,7 +1,8 @@
-"""The native engine with a dense cache, and with pages by head class: time to first token, and of a decode step.
+"""The native engine with a dense cache, and with pages by head class: time to first token, and of a
+decode step.
 
-The testbed's model by head under full recomputation; the sides alternate, medians and the median of the paired ratios
-are printed.
+The testbed's model by head under full recomputation; the sides alternate, medians and the median of
+the paired ratios are printed.
 
     python -m research.redknot.head_paging [--contexts 1024,4096] [--sessions 8] [--json]
 """
@@ -30,7 +31,8 @@ FIRST = 100  # words before it are no ordinary ones
 
 @dataclass(frozen=True)
 class PagingResult:
-    """One measure at one context length; milliseconds, and how many times faster pages by head are."""
+    """One measure at one context length; milliseconds, and how many times faster pages by head
+    are."""
 
     what: str
     context: int
@@ -47,16 +49,21 @@ def prompts(engine: Engine, context: int, count: int, seed: int) -> list[list[in
 
 def first_token(engine: Engine, context: int, seed: int) -> float:
     """Seconds to the first token of one prompt that nobody has read."""
-    request = Request(prompts(engine, context, 1, seed)[0], None, SamplingParams(max_tokens=1), remember=False)
+    request = Request(
+        prompts(engine, context, 1, seed)[0], None, SamplingParams(max_tokens=1), remember=False
+    )
     return engine.generate([request])[0].report.ttft_s
 
 
 def decode_step(engine: Engine, context: int, sessions: int) -> float:
-    """Seconds of one decode step of all sessions, whose prompts are cached from the second call on."""
+    """Seconds of one decode step of all sessions, whose prompts are cached from the second call
+    on."""
     seconds = []
     for answer in (1, 1 + STEPS):
         sampling = SamplingParams(max_tokens=answer, ignore_eos=True)
-        requests = [Request(prompt, None, sampling) for prompt in prompts(engine, context, sessions, 0)]
+        requests = [
+            Request(prompt, None, sampling) for prompt in prompts(engine, context, sessions, 0)
+        ]
         start = time.perf_counter()
         engine.generate(requests)
         seconds.append(time.perf_counter() - start)
@@ -83,12 +90,21 @@ def main(
             times: list[list[tuple[float, float]]] = [[], []]
             for number in range(rounds + 1):  # the first does not count
                 for engine, column in zip(engines, times, strict=True):
-                    column.append((first_token(engine, context, 1 + number), decode_step(engine, context, sessions)))
+                    column.append(
+                        (
+                            first_token(engine, context, 1 + number),
+                            decode_step(engine, context, sessions),
+                        )
+                    )
                 progress.advance(task)
             for place, what in enumerate(("first token", f"decode step of {sessions}")):
                 dense, by_head = ([1e3 * pair[place] for pair in column[1:]] for column in times)
                 gain = statistics.median(a / b for a, b in zip(dense, by_head, strict=True))
-                rows.append(PagingResult(what, context, statistics.median(dense), statistics.median(by_head), gain))
+                rows.append(
+                    PagingResult(
+                        what, context, statistics.median(dense), statistics.median(by_head), gain
+                    )
+                )
     configuration: dict[str, Any] = {
         "model": "by head", "heads kept": "7 of 32", "dtype": "float32", "rounds": rounds,
         "threads": torch.get_num_threads(), "cores": os.cpu_count(), "torch": torch.__version__,
@@ -102,7 +118,8 @@ def main(
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
-            str(row.context), row.what, f"{row.dense_ms:.1f}", f"{row.by_head_ms:.1f}", f"{row.gain:.2f}x"
+            str(row.context), row.what, f"{row.dense_ms:.1f}", f"{row.by_head_ms:.1f}",
+            f"{row.gain:.2f}x"
         )  # fmt: skip
     Console().print(table)
 

@@ -3,9 +3,9 @@
     python -m research.redknot.in_vllm                             180 prompts of 1024 tokens
     python -m research.redknot.in_vllm --suites stress --items 1   a few
 
-Rows go to results/redknot/in_vllm/{native,vllm}; it goes on where it was stopped. vLLM computes the last token of a
-prompt itself, over everything that its KV heads hold, so first tokens may differ where local heads see a window.
-"""
+Rows go to results/redknot/in_vllm/{native,vllm}; it goes on where it was stopped. vLLM computes the
+last token of a prompt itself, over everything that its KV heads hold, so first tokens may differ
+where local heads see a window."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +45,9 @@ def main(
     rows = []
     for name in HOSTS:
         with (
-            open_host(name, model, dtype="float32", device="cpu", kv_gib=2.0, block_size=BLOCK_SIZE) as host,
+            open_host(
+                name, model, dtype="float32", device="cpu", kv_gib=2.0, block_size=BLOCK_SIZE
+            ) as host,
             progress_bar(Console(stderr=True), name) as on_progress,
         ):
             rows.append(runner.run(settings, host, out / name, on_progress))
@@ -69,11 +71,16 @@ def compare(native: Sequence[EvalRow], vllm: Sequence[EvalRow]) -> Table:
         "full: answers as native": ["", equal(_texts(full), _texts(vllm_full))],
         "redknot: answers as native": ["", equal(_texts(ours), _texts(vllm_ours))],
         "redknot: answers as full": [equal(_texts(a), _texts(b)) for a, b in hosts],
-        "grafted tokens as native": ["", equal([a.grafted for a in ours], [a.grafted for a in vllm_ours])],
+        "grafted tokens as native": [
+            "",
+            equal([a.grafted for a in ours], [a.grafted for a in vllm_ours]),
+        ],
         "promoted heads as native": ["", equal(_promoted(ours), _promoted(vllm_ours))],
         "promoted heads": [f"{mean(_promoted(answers)):.2f}" for _, answers in hosts],
         "first token, times sooner than full": [f"{_sooner(*host):.2f}" for host in hosts],
-        "(token, layer) pairs computed": [f"{mean(a.computed for a in answers):.1%}" for _, answers in hosts],
+        "(token, layer) pairs computed": [
+            f"{mean(a.computed for a in answers):.1%}" for _, answers in hosts
+        ],
         "FLOPs, of full's": [f"{flops:.1%}", "not counted"],
         "fallbacks": [str(sum(a.fallback is not None for a in answers)) for _, answers in hosts],
     }

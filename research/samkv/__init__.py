@@ -1,1 +1,2 @@
-"""SamKV: many documents of which a part is kept; memory and times. How they answer: `research.quality`."""
+"""SamKV: many documents of which a part is kept; memory and times. How they answer:
+`research.quality`."""

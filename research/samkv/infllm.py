@@ -1,11 +1,12 @@
-"""Multi-InfLLM, the baseline of SamKV's Table 3, beside samkv and condense: quality and the share that is kept.
+"""Multi-InfLLM, the baseline of SamKV's Table 3, beside samkv and condense: quality and the share
+that is kept.
 
-    python -m research.samkv.infllm [--policies "samkv;condense;multi_infllm"] [--segments 8] [--length 4250]
+    python -m research.samkv.infllm [--policies "samkv;condense;multi_infllm"] [--segments 8]
+        [--length 4250]
 
-SamKV says (section 4.1): the caches of all documents are concatenated to one, and InfLLM's sparsification of a single
-context is applied (Xiao et al., "InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context
-Memory", 2024, section 3).
-"""
+SamKV says (section 4.1): the caches of all documents are concatenated to one, and InfLLM's
+sparsification of a single context is applied (Xiao et al., "InfLLM: Training-Free Long-Context
+Extrapolation for LLMs with an Efficient Context Memory", 2024, section 3)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,13 +36,14 @@ from kvgraft.testbed import MODEL_DIR
 
 @dataclass(frozen=True)
 class MultiInfLLM(KeepsDocuments):
-    """Keeps the initial blocks of the first document, the local blocks of the last one, and in each layer the blocks
-    whose representative tokens fit the question best; recomputes nothing.
+    """Keeps the initial blocks of the first document, the local blocks of the last one, and in each
+    layer the blocks whose representative tokens fit the question best; recomputes nothing.
 
-    Representative are the tokens of a block to which those behind them give most, by mean logits (InfLLM, Eq. 1); a
-    block is worth the sum of inner products of the question's queries with their keys (Eq. 2), and is looked up in a
-    layer over what was looked up in those below. Two differences: blocks are looked up once, for the question, not anew
-    for every token of the answer; and what is kept has its positions, not one and the same.
+    Representative are the tokens of a block to which those behind them give most, by mean logits
+    (InfLLM, Eq. 1); a block is worth the sum of inner products of the question's queries with their
+    keys (Eq. 2), and is looked up in a layer over what was looked up in those below. Two
+    differences: blocks are looked up once, for the question, not anew for every token of the
+    answer; and what is kept has its positions, not one and the same.
 
     Raises:
         ValueError: an option outside its range.
@@ -70,15 +72,27 @@ class MultiInfLLM(KeepsDocuments):
         layout, fresh, question = ctx.layout, ctx.plan.fresh, ctx.plan.question
         layout.placed = tuple(Placed(at.start, self._represented(ctx, at)) for at in layout.placed)
         always, first, last = torch.zeros_like(fresh), layout.placed[0], layout.placed[-1]
-        for at, tokens in ((first, self._initial(layout.lengths[0])), (last, self._local(layout.lengths[-1]))):
+        for at, tokens in (
+            (first, self._initial(layout.lengths[0])),
+            (last, self._local(layout.lengths[-1])),
+        ):
             always[at.start + tokens.start : at.start + tokens.stop] = True
         is_ranked = ~always[layout.starts]
         room = self.num_kept(layout.lengths) - int(always.sum())
-        kept, hidden, nothing = always.repeat(ctx.num_layers, 1), ctx.embed(fresh), torch.zeros_like(fresh)
+        kept, hidden, nothing = (
+            always.repeat(ctx.num_layers, 1),
+            ctx.embed(fresh),
+            torch.zeros_like(fresh),
+        )
         for index in range(ctx.num_layers):
             ctx.layer(index, hidden, sees=fresh, writes=fresh, outputs=nothing)  # for its queries
             asked = ctx.query()[question[fresh]].float().sum(0)
-            worth = torch.cat([match(asked, ctx.block_keys(index, number)) for number in range(len(layout.placed))])
+            worth = torch.cat(
+                [
+                    match(asked, ctx.block_keys(index, number))
+                    for number in range(len(layout.placed))
+                ]
+            )
             ranking = ctx.over_heads(worth).cpu().argsort(descending=True, stable=True)
             kept[index] |= layout.fill(ranking[is_ranked[ranking]], room)
             hidden = ctx.layer(index, hidden, sees=kept[index] | fresh, writes=fresh, outputs=fresh)
@@ -93,8 +107,9 @@ class MultiInfLLM(KeepsDocuments):
         return range(self.blocks.middle_tokens(num_tokens).stop, num_tokens)
 
     def _represented(self, ctx: DocumentContext, at: Placed) -> Document:
-        """The document with the mean key of its representative tokens in the place of that of all tokens. It is read
-        once more for that, since nobody keeps its queries: times and FLOPs of its first prompt include it."""
+        """The document with the mean key of its representative tokens in the place of that of all
+        tokens. It is read once more for that, since nobody keeps its queries: times and FLOPs of
+        its first prompt include it."""
         known = _REPRESENTED.setdefault(at.document, {})
         key = self.representatives, self.window_tokens
         if key not in known:
@@ -104,18 +119,27 @@ class MultiInfLLM(KeepsDocuments):
     def _block_keys(self, ctx: DocumentContext, at: Placed) -> Tensor:
         """[L, B, Hkv, d]"""
         if not isinstance(ctx, PartialPrefill):
-            raise TypeError(f"a document is read once more by PartialPrefill only, got {type(ctx).__name__}")
+            raise TypeError(
+                f"a document is read once more by PartialPrefill only, got {type(ctx).__name__}"
+            )
         mine = torch.zeros_like(ctx.plan.fresh)
         mine[at.start : at.stop] = True
         nothing, hidden, found = torch.zeros_like(mine), ctx.embed(mine), []
         for index in range(ctx.num_layers):
             outputs = mine if index < ctx.num_layers - 1 else nothing
             hidden = ctx.layer(index, hidden, sees=nothing, writes=mine, outputs=outputs)
-            received = mean_logits(ctx.query(), ctx.computed()[0].transpose(0, 1), self.window_tokens)
+            received = mean_logits(
+                ctx.query(), ctx.computed()[0].transpose(0, 1), self.window_tokens
+            )
             received = ctx.over_heads(received).cpu()
             keys = at.document.keys[index].transpose(0, 1)  # [n, Hkv, d]
-            parts = zip(received.split(self.block_tokens), keys.split(self.block_tokens), strict=True)
-            best = [part[given.topk(min(self.representatives, len(part))).indices] for given, part in parts]
+            parts = zip(
+                received.split(self.block_tokens), keys.split(self.block_tokens), strict=True
+            )
+            best = [
+                part[given.topk(min(self.representatives, len(part))).indices]
+                for given, part in parts
+            ]
             found.append(torch.stack([part.float().mean(0) for part in best]).to(keys.dtype))
         return torch.stack(found)
 
@@ -124,8 +148,8 @@ _REPRESENTED: WeakKeyDictionary[Document, dict[tuple[int, int], Document]] = Wea
 
 
 def mean_logits(query: Tensor, keys: Tensor, window: int) -> Tensor:
-    """What each token receives of those within `window` behind it, on average: query [n, Hq, d] and keys [n, Hkv, d],
-    rotated -> float32 [n], summed over heads; the last token receives nothing."""
+    """What each token receives of those within `window` behind it, on average: query [n, Hq, d] and
+    keys [n, Hkv, d], rotated -> float32 [n], summed over heads; the last token receives nothing."""
     grouped = query.float().unflatten(1, (keys.shape[1], -1)).sum(2)  # [n, Hkv, d]
     logits = torch.einsum("ihd,jhd->ij", grouped, keys.float())  # of token i to token j
     here = torch.arange(len(query), device=query.device)
@@ -142,18 +166,25 @@ def main(
     length: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 4250,
     items: Annotated[int, typer.Option(help="Texts a task.")] = 6,
     seed: int = 2000,
-    out: Annotated[Path, typer.Option(help="Where rows and tables go.")] = Path("results/quality/infllm"),
+    out: Annotated[Path, typer.Option(help="Where rows and tables go.")] = Path(
+        "results/quality/infllm"
+    ),
 ) -> None:
     """Answers of every policy to questions over many documents."""
     POLICIES[MultiInfLLM.name] = MultiInfLLM
     names = ("full", *policies.split(";"))
-    settings = EvalSettings(find_suites("multidoc"), names, (length,), segments, ("alone",), items, seed)
+    settings = EvalSettings(
+        find_suites("multidoc"), names, (length,), segments, ("alone",), items, seed
+    )
     with (
         open_host("native", MODEL_DIR, dtype="float32", device="cpu", kv_gib=0.5) as host,
         progress_bar(Console(stderr=True), "infllm") as on_progress,
     ):
         rows = runner.run(settings, host, out, on_progress)
-    command = f"python -m research.samkv.infllm --segments {segments} --length {length} --items {items} --seed {seed}"
+    command = (
+        f"python -m research.samkv.infllm --segments {segments} --length {length} --items {items} "
+        f"--seed {seed}"
+    )
     results.write_tables(rows, out, command)
     Console().print(results.render(rows))
 

@@ -1,7 +1,9 @@
-"""What SamKV's shares P are (Eq. 2), and how policies differ prompt by prompt: behind docs/results/samkv.md.
+"""What SamKV's shares P are (Eq. 2), and how policies differ prompt by prompt: behind
+docs/results/samkv.md.
 
 python -m research.samkv.shares shares [--segments 8] [--block 8,32,64] [--seed 2000]
-python -m research.samkv.shares paired DIR POLICY OTHER_DIR OTHER_POLICY     of two evaluations of the same prompts
+# of two evaluations of the same prompts
+python -m research.samkv.shares paired DIR POLICY OTHER_DIR OTHER_POLICY
 """
 
 from dataclasses import dataclass
@@ -59,14 +61,20 @@ def shares(
                 prompts = [as_parts(ask.segments, reused) for ask in item.phase_2]
                 engine.clear_cache()
                 engine.generate(
-                    [Request(p, Watched(block_tokens=size, kept_share=1.0), SamplingParams(1)) for p in prompts]
+                    [
+                        Request(p, Watched(block_tokens=size, kept_share=1.0), SamplingParams(1))
+                        for p in prompts
+                    ]
                 )
                 on_progress(number + 1, len(texts))
         found = torch.stack(Watched.seen)[:, list(engine.library.stable_layers)]  # [documents, N*]
         Console().print(
-            f"blocks of {size}: {found.numel()} shares, {float((found == 0).float().mean()):.1%} are 0, "
-            f"{float((found > NEAR_ONE).float().mean()):.1%} above {NEAR_ONE}, mean {float(found.mean()):.3f}; "
-            f"{float((found == 0).all(1).float().mean()):.1%} of the documents have 0 in all layers of N*"
+            f"blocks of {size}: {found.numel()} shares, {float((found == 0).float().mean()):.1%} "
+            "are 0, "
+            f"{float((found > NEAR_ONE).float().mean()):.1%} above {NEAR_ONE}, mean "
+            f"{float(found.mean()):.3f}; "
+            f"{float((found == 0).all(1).float().mean()):.1%} of the documents have 0 in all "
+            "layers of N*"
         )
 
 
@@ -76,21 +84,31 @@ def paired(
     policy: str,
     other_directory: Path,
     other_policy: str,
-    score: Annotated[bool, typer.Option("--score", help="By the tasks' own metrics instead of F1.")] = False,
+    score: Annotated[
+        bool, typer.Option("--score", help="By the tasks' own metrics instead of F1.")
+    ] = False,
 ) -> None:
     """Mean difference of F1, the second less the first, with a bootstrap interval by text."""
     one, other = (
-        {(row.cluster, row.number): row.score if score else row.f1 for row in read_rows(where) if row.policy == name}
+        {
+            (row.cluster, row.number): row.score if score else row.f1
+            for row in read_rows(where)
+            if row.policy == name
+        }
         for where, name in ((directory, policy), (other_directory, other_policy))
     )
     if not one or one.keys() != other.keys():
         raise typer.BadParameter(
-            f"{policy} has {len(one)} answers, {other_policy} {len(other)}: they must be of the same prompts"
+            f"{policy} has {len(one)} answers, {other_policy} {len(other)}: they must be of the "
+            "same prompts"
         )
     keys = list(one)
-    found = paired_difference([other[key] for key in keys], [one[key] for key in keys], [text for text, _ in keys])
+    found = paired_difference(
+        [other[key] for key in keys], [one[key] for key in keys], [text for text, _ in keys]
+    )
     Console().print(
-        f"{policy} {fmean(one.values()):.3f}, {other_policy} {fmean(other.values()):.3f}, {len(one)} prompts: "
+        f"{policy} {fmean(one.values()):.3f}, {other_policy} {fmean(other.values()):.3f}, "
+        f"{len(one)} prompts: "
         f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
     )
 

@@ -11,8 +11,11 @@ from kvgraft.evaluate.runner import EvalRow
 from kvgraft.evaluate.summaries import summarise
 
 
-def write_curves(rows: Sequence[EvalRow], directory: Path, families: Mapping[str, Sequence[str]]) -> Path:
-    """Quality against work, one line for each family of policies (one method with more and more work)."""
+def write_curves(
+    rows: Sequence[EvalRow], directory: Path, families: Mapping[str, Sequence[str]]
+) -> Path:
+    """Quality against work, one line for each family of policies (one method with more and more
+    work)."""
     found = {summary.policy: summary for summary in summarise(rows, "all")}
     with mpl.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7.2, 4.6))
@@ -20,7 +23,8 @@ def write_curves(rows: Sequence[EvalRow], directory: Path, families: Mapping[str
         for number, (family, policies) in enumerate(families.items()):
             points = [found[policy] for policy in policies]
             axes.plot(
-                [p.work for p in points], [p.score for p in points], marker="o", markersize=4, linewidth=1.3,
+                [p.work for p in points], [p.score for p in points], marker="o", markersize=4,
+                linewidth=1.3,
                 color=COLOURS[number % len(COLOURS)], label=family,
             )  # fmt: skip
         axes.set_xlabel(WORK)

@@ -15,7 +15,8 @@ TABLE_1 = {  # LOCOMO, Qwen3-32B: score, TTFT in seconds
     "sparsex:boundary_layers=0": (0.64, 0.66), "sparsex": (0.67, 0.87),
 }  # fmt: skip
 TABLE_2 = {  # RULER, Qwen3-8B: MQ-NIAH, VT, CWE, FWE
-    "full": (1.00, 1.00, 0.95, 0.87), "naive": (0.69, 0.33, 0.92, 0.82), "cacheblend": (0.81, 0.65, 0.95, 0.84),
+    "full": (1.00, 1.00, 0.95, 0.87), "naive": (0.69, 0.33, 0.92, 0.82), "cacheblend": (0.81, 0.65,
+    0.95, 0.84),
     "epic": (0.84, 0.49, 0.93, 0.83), "sparsex:boundary_layers=0": (0.90, 0.80, 0.95, 0.86),
     "sparsex": (1.00, 0.94, 0.94, 0.89),
 }  # fmt: skip
@@ -36,18 +37,24 @@ def paper_tables(rows: Sequence[EvalRow]) -> str:
     for policy, name in PAPER_METHODS.items():
         summary, paper = suites[policy, "chat"], TABLE_1.get(policy)
         theirs = f"{paper[0]:.2f} | {TABLE_1['full'][1] / paper[1]:.1f}" if paper else "- | -"
-        chat.append(f"| {name} | {results.with_spread(summary, 2)} | {summary.speedup:.1f} | {theirs} |")
+        chat.append(
+            f"| {name} | {results.with_spread(summary, 2)} | {summary.speedup:.1f} | {theirs} |"
+        )
         columns = ("needles", "variable", "common", "frequent")
         marks = TABLE_2.get(policy)
         mean = sum(tasks[policy, f"ruler/{task}"].score for task in columns) / len(columns)
-        cells = [f"{ours(policy, f'ruler/{task}')} ({marks[i]:.2f})" if marks else ours(policy, f"ruler/{task}")
+        cells = [f"{ours(policy, f'ruler/{task}')} ({marks[i]:.2f})" if marks else ours(policy,
+        f"ruler/{task}")
                  for i, task in enumerate(columns)]  # fmt: skip
         cells.append(f"{mean:.2f} ({sum(marks) / 4:.2f})" if marks else f"{mean:.2f}")
         ruler.append(f"| {name} | {' | '.join(cells)} |")
         if policy in TABLE_3 or policy == "transitive":
             autogen, mad = TABLE_3.get(policy, (None, None))
             theirs = f"{autogen:.1f} | {mad:.1f}" if autogen else "- | -"
-            agents.append(f"| {name} | {ours(policy, 'agents/judge')} | {ours(policy, 'agents/debate')} | {theirs} |")
+            agents.append(
+                f"| {name} | {ours(policy, 'agents/judge')} | {ours(policy, 'agents/debate')} | "
+                f"{theirs} |"
+            )
     return "\n".join([
         "# SparseX's tables on the testbed", "",
         "`python -m research.quality main`; the paper's figures beside ours.", "",
@@ -57,7 +64,8 @@ def paper_tables(rows: Sequence[EvalRow]) -> str:
         "## Table 2: RULER (in brackets the paper's, Qwen3-8B)", "",
         "| method | MQ-NIAH | VT | CWE | FWE | average |", "|---|---|---|---|---|---|", *ruler, "",
         "## Table 3: agents (paper: mean of eight tasks, Qwen2.5-7B)", "",
-        "| method | judge | debate | paper's AutoGen | paper's MAD |", "|---|---|---|---|---|", *agents, "",
+        "| method | judge | debate | paper's AutoGen | paper's MAD |", "|---|---|---|---|---|",
+        *agents, "",
     ])  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""Texts to learn from: documents, then as many questions about them as fit, each followed by its answer.
+"""Texts to learn from: documents, then as many questions about them as fit, each followed by its
+answer.
 
-A batch is a function of (seed, step, rank) alone, so that an interrupted run goes on exactly where it stopped.
-"""
+A batch is a function of (seed, step, rank) alone, so that an interrupted run goes on exactly where
+it stopped."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,22 +17,35 @@ from kvgraft.testbed.tasks import Question, Task
 from research.testbed.curriculum import Stage
 
 IDS = {word: number for number, word in enumerate(vocabulary.VOCABULARY)}
-_MOST_OF_TASK = {"needle": 24, "variable": 33, "hop": 16, "glossary": 14, "coreference": 18, "frequent": 1,
+_MOST_OF_TASK = {"needle": 24, "variable": 33, "hop": 16, "glossary": 14, "coreference": 18,
+"frequent": 1,
                  "common": 1, "vote": 10, "poll": 3}  # fmt: skip
-_WORDS_OF_TASK = {"needle": 7, "variable": 4, "hop": 14, "glossary": 7, "coreference": 7, "vote": 24, "poll": 40}
+_WORDS_OF_TASK = {
+    "needle": 7,
+    "variable": 4,
+    "hop": 14,
+    "glossary": 7,
+    "coreference": 7,
+    "vote": 24,
+    "poll": 40,
+}
 
 _LISTS: tuple[Task, ...] = ("frequent", "common")
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Sequences [B, T] of token ids with positions; labels of some places of the flat [B * T] token list.
+    """Sequences [B, T] of token ids with positions; labels of some places of the flat [B * T] token
+    list.
 
     Attributes:
         answers, answer_labels: places whose next token belongs to an answer, and that token.
-        answer_tasks: the task of each of them; empty where the answer has ended and `<eos>` follows.
-        allowed: for each of them all tokens that would be right (`common` answers may come in any order).
-        resolved, resolved_labels: places whose hidden state should tell something by a middle layer, and what.
+        answer_tasks: the task of each of them; empty where the answer has ended and `<eos>`
+            follows.
+        allowed: for each of them all tokens that would be right (`common` answers may come in any
+            order).
+        resolved, resolved_labels: places whose hidden state should tell something by a middle
+            layer, and what.
     """
 
     token_ids: Tensor
@@ -52,7 +66,8 @@ class _Sequence:
     words: list[str] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     position: int = 0
-    answers: list[tuple[int, str, str, list[str]]] = field(default_factory=list)  # (place, word, task, allowed)
+    # (place, word, task, allowed)
+    answers: list[tuple[int, str, str, list[str]]] = field(default_factory=list)
     resolved: list[tuple[int, str]] = field(default_factory=list)  # (place, word)
 
     def add(self, words: Sequence[str]) -> None:
@@ -90,8 +105,12 @@ def make_batch(stage: Stage, num_tokens: int, seed: tuple[int, int, int]) -> Tra
         end = min(len(sequence.words), length)
         ids[row, :end] = torch.tensor([IDS[word] for word in sequence.words[:end]])
         positions[row, :end] = torch.tensor(sequence.positions[:end])
-        answers += [(row * length + place, word, task, fine) for place, word, task, fine in sequence.answers]
-        resolved += [(row * length + place, word) for place, word in sequence.resolved if place < end]
+        answers += [
+            (row * length + place, word, task, fine) for place, word, task, fine in sequence.answers
+        ]
+        resolved += [
+            (row * length + place, word) for place, word in sequence.resolved if place < end
+        ]
     return TrainingBatch(
         token_ids=ids,
         positions=positions,
@@ -110,21 +129,31 @@ def _write(rng: Random, stage: Stage, length: int) -> _Sequence:
     facts, colours = _choose(rng, stage, budget)
     num_documents = rng.randint(2, 3 if length <= 256 else 8)
     order = tuple(range(num_documents))
-    documents = make_documents(rng, facts, orders=[order], num_tokens=budget, colours=colours, max_hops=stage.max_hops)
-    segments = [make_glossary(rng, colours, len(colours)), *documents] if colours else list(documents)
+    documents = make_documents(
+        rng, facts, orders=[order], num_tokens=budget, colours=colours, max_hops=stage.max_hops
+    )
+    segments = (
+        [make_glossary(rng, colours, len(colours)), *documents] if colours else list(documents)
+    )
     framed = wording.frame(rng, segments, rng.choice(wording.FRAMES)) if length > 128 else segments
     sequence = _Sequence(length)
     if rng.random() < 0.5:
         sequence.add(["<bos>"])
     gap = 0.0
     if rng.random() < 0.7:
-        gap = 1.9 * max(0, rng.randint(length, max(length, stage.max_position)) - length) / (len(framed) + 1)
+        gap = (
+            1.9
+            * max(0, rng.randint(length, max(length, stage.max_position)) - length)
+            / (len(framed) + 1)
+        )
     starts = []
     for segment in framed:
         starts.append(len(sequence.words))
         sequence.add(segment.split())
         sequence.position += int(rng.random() * gap)
-    sequence.resolved = [(starts[found.segment] + found.place, found.value) for found in tasks.resolve(framed)]
+    sequence.resolved = [
+        (starts[found.segment] + found.place, found.value) for found in tasks.resolve(framed)
+    ]
     for question in _questions(rng, framed):
         if not sequence.ask(question, chat=chat):
             break
@@ -145,7 +174,8 @@ def _choose(rng: Random, stage: Stage, budget: int) -> tuple[Facts, list[str]]:
     if "glossary" in chosen:
         colours = rng.sample(vocabulary.COLOURS, rng.randint(2, 8))
     counts = {
-        task: min(_MOST_OF_TASK[task], max(1, int(room * weight / words[task]))) for task, weight in weights.items()
+        task: min(_MOST_OF_TASK[task], max(1, int(room * weight / words[task])))
+        for task, weight in weights.items()
     }
     while sum(words[task] * count for task, count in counts.items()) > 0.9 * budget:
         largest = max(counts, key=lambda task: words[task] * counts[task])

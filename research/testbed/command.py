@@ -17,24 +17,38 @@ from research.testbed.export import export
 from research.testbed.trainer import Job, train
 
 MODEL = "model"  # directory of the exported model
-ALLOCATOR = {  # keep freed memory: a training step allocates and frees the same blocks as the one before
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_TOP_PAD_": str(1 << 28),
+# keep freed memory: a training step allocates and frees the same blocks as the one before
+ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "MALLOC_TOP_PAD_": str(1 << 28),
 }  # fmt: skip
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Directory of checkpoints, log and, in the end, the model.")],
+    out: Annotated[
+        Path, typer.Option(help="Directory of checkpoints, log and, in the end, the model.")
+    ],
     seed: Annotated[int, typer.Option(help="Of the starting weights and of all texts.")] = 0,
-    processes: Annotated[int, typer.Option(help="Of one thread each; more make larger batches.")] = 2,
+    processes: Annotated[
+        int, typer.Option(help="Of one thread each; more make larger batches.")
+    ] = 2,
     by_head: Annotated[
-        bool, typer.Option("--by-head", help="Train the bundled model on, so that most KV heads need a window only.")
+        bool,
+        typer.Option(
+            "--by-head",
+            help="Train the bundled model on, so that most KV heads need a window only.",
+        ),
     ] = False,
     latent: Annotated[
-        bool, typer.Option("--latent", help="Train the bundled model on with latent attention (MLA).")
+        bool,
+        typer.Option("--latent", help="Train the bundled model on with latent attention (MLA)."),
     ] = False,
-    until: Annotated[int | None, typer.Option(help="Stop after this step; to go on, start it again.")] = None,
+    until: Annotated[
+        int | None, typer.Option(help="Stop after this step; to go on, start it again.")
+    ] = None,
 ) -> None:
-    """Train the testbed model from scratch (about an hour on two cores), or a variant; started again, it goes on."""
+    """Train the testbed model from scratch (about an hour on two cores), or a variant; started
+    again, it goes on."""
     for name, value in (("processes", processes), ("until", until)):
         if value is not None and value < 1:
             raise typer.BadParameter(f"{name} must be at least 1, got {value}")
@@ -49,7 +63,9 @@ def main(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    os.environ.update({**ALLOCATOR, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    os.environ.update(
+        {**ALLOCATOR, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    )
     multiprocessing.spawn(_work, (job,), nprocs=processes)
     if job.last_step < job.num_steps:
         return
@@ -63,7 +79,12 @@ def _work(rank: int, job: Job) -> None:
     if rank:
         train(job, rank)
         return
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[said]}"))
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[said]}"),
+    )
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("training", total=job.num_steps, said="")

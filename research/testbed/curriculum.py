@@ -1,4 +1,5 @@
-"""What each stage of training reads: short texts and single facts first, then everything, then longer texts."""
+"""What each stage of training reads: short texts and single facts first, then everything, then
+longer texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ class Stage:
 
     Attributes:
         steps: how many.
-        length: tokens of the longest sequences; a quarter of the batches has sequences half as long.
+        length: tokens of the longest sequences; a quarter of the batches has sequences half as
+            long.
         max_position: positions run up to here, by gaps between the segments of shorter sequences.
-        rate: learning rate of the matrices at the first step of the stage, from where it moves to that of the next.
+        rate: learning rate of the matrices at the first step of the stage, from where it moves to
+            that of the next.
     """
 
     steps: int

@@ -1,4 +1,5 @@
-"""The trained model as a Hugging Face directory that transformers and vLLM load: weights, tokenizer, chat template."""
+"""The trained model as a Hugging Face directory that transformers and vLLM load: weights,
+tokenizer, chat template."""
 
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from kvgraft.testbed import vocabulary
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message.role not in ('system', 'user', 'assistant', 'tool') -%}"
-    "{{ raise_exception('unknown role ' ~ message.role ~ ': system, user, assistant and tool are known') }}"
+    "{{ raise_exception('unknown role ' ~ message.role ~ ': system, user, assistant and tool are "
+    "known') }}"
     "{%- endif -%}"
-    "{{ '<' ~ message.role ~ '> : ' ~ message.content ~ (' <eos> ' if message.role == 'assistant' else ' ') }}"
+    "{{ '<' ~ message.role ~ '> : ' ~ message.content ~ (' <eos> ' if message.role == 'assistant' "
+    "else ' ') }}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<assistant> :' }}{%- endif -%}"
 )
@@ -25,7 +28,9 @@ def make_tokenizer(max_tokens: int) -> PreTrainedTokenizerFast:
     words = {word: number for number, word in enumerate(vocabulary.VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))  # noqa: S106 - a token of a text
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), vocabulary.SPECIAL, strict=False))
+    special = dict(
+        zip(("pad_token", "bos_token", "eos_token", "unk_token"), vocabulary.SPECIAL, strict=False)
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         **special,
@@ -37,11 +42,16 @@ def make_tokenizer(max_tokens: int) -> PreTrainedTokenizerFast:
 
 
 def export(weights: Path, config: PreTrainedConfig, directory: Path) -> None:
-    """Write the weights of a checkpoint file, in bfloat16, and all that a server needs beside them."""
+    """Write the weights of a checkpoint file, in bfloat16, and all that a server needs beside
+    them."""
     model = AutoModelForCausalLM.from_config(config)
     state = load_file(weights)
     model.load_state_dict(
-        {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")},
+        {
+            name.removeprefix("model."): tensor
+            for name, tensor in state.items()
+            if name.startswith("model.")
+        },
         strict=False,  # the output weights are the embeddings
     )
     model.to(torch.bfloat16).save_pretrained(directory)

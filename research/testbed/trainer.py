@@ -1,8 +1,8 @@
 """The training loop: data-parallel processes of one thread each, checkpoints, progress.
 
-Matrices are trained by Muon, embeddings and norms by AdamW. A step is a function of the seed and the weights before it,
-and a checkpoint holds everything else, so a run that was stopped ends in the weights of one that was not.
-"""
+Matrices are trained by Muon, embeddings and norms by AdamW. A step is a function of the seed and
+the weights before it, and a checkpoint holds everything else, so a run that was stopped ends in the
+weights of one that was not."""
 
 import json
 import os
@@ -18,7 +18,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
-from transformers import DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    DeepseekV2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvgraft.testbed import vocabulary
@@ -27,7 +33,8 @@ from research.testbed import curriculum, mimetic
 from research.testbed.batches import TrainingBatch, make_batch
 from research.vortex import latent_model
 
-IN_BFLOAT16 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")  # elsewhere it is many times slower
+# elsewhere it is many times slower
+IN_BFLOAT16 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 PRECISION = torch.bfloat16 if IN_BFLOAT16 else torch.float32  # of products
 RESOLVED_BY = 5  # layers, after which the lens reads what a token means
 RESOLVED_WEIGHT = 0.5
@@ -39,8 +46,9 @@ OTHER_RATE = 0.4  # of embeddings and norms, as a share of the matrices'
 
 @dataclass(frozen=True)
 class Job:
-    """One training run; `directory` holds its checkpoint and log. `until`: stop after this step (None: the last).
-    `by_head`: train the bundled model on with local heads; `latent`: with latent attention."""
+    """One training run; `directory` holds its checkpoint and log. `until`: stop after this step
+    (None: the last). `by_head`: train the bundled model on with local heads; `latent`: with latent
+    attention."""
 
     directory: Path
     seed: int = 0
@@ -90,7 +98,8 @@ class Job:
         step = int(stored.pop("step"))
         if stored != self.identity:
             raise ValueError(
-                f"{self.directory} holds a run of {stored}, not of {self.identity}: choose another directory"
+                f"{self.directory} holds a run of {stored}, not of {self.identity}: choose another "
+                "directory"
             )
         return step
 
@@ -114,8 +123,11 @@ def make_config() -> LlamaConfig:
     )
 
 
-def train(job: Job, rank: int = 0, on_step: Callable[[int, dict[str, float]], None] | None = None) -> None:
-    """Train from the last checkpoint, or from the start, to the end of the curriculum; one call in each process.
+def train(
+    job: Job, rank: int = 0, on_step: Callable[[int, dict[str, float]], None] | None = None
+) -> None:
+    """Train from the last checkpoint, or from the start, to the end of the curriculum; one call in
+    each process.
 
     Args:
         on_step: called after each step with its number and, now and then, what the log says of it.
@@ -149,7 +161,9 @@ class _Trainer:
         kept = {id(weight) for weight in self.matrices}
         self.others = [weight for weight in self.parameters if id(weight) not in kept]
         self.mine = self.matrices[rank :: job.num_processes]  # the costly update is shared out
-        self.muon = torch.optim.Muon(self.mine, lr=1.0, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+        self.muon = torch.optim.Muon(
+            self.mine, lr=1.0, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"
+        )
         self.adam = torch.optim.AdamW(self.others, lr=1.0, betas=(0.9, 0.98), weight_decay=0.0)
         self.right: Counter[str] = Counter()
         self.asked: Counter[str] = Counter()
@@ -171,7 +185,9 @@ class _Trainer:
             loss = _answer_loss(logits, batch)
             if batch.resolved.numel():
                 resolved = self.model.model.norm(self.lens[0].flatten(0, 1)[batch.resolved])
-                lens = functional.cross_entropy(self.model.lm_head(resolved).float(), batch.resolved_labels)
+                lens = functional.cross_entropy(
+                    self.model.lm_head(resolved).float(), batch.resolved_labels
+                )
                 self.lens_losses.append(lens.item())
                 loss = loss + RESOLVED_WEIGHT * lens
         loss.backward()
@@ -206,19 +222,25 @@ class _Trainer:
         with torch.no_grad():
             flat = torch.cat([tensor.flatten() for tensor in tensors])
             dist.all_reduce(flat)
-            for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            for tensor, part in zip(
+                tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
+            ):
                 tensor.copy_(part.view_as(tensor))
 
     def _count(self, logits: Tensor, batch: TrainingBatch, loss: float) -> None:
         self.losses.append(loss)
-        for token, allowed, task in zip(logits.argmax(-1).tolist(), batch.allowed, batch.answer_tasks, strict=True):
+        for token, allowed, task in zip(
+            logits.argmax(-1).tolist(), batch.allowed, batch.answer_tasks, strict=True
+        ):
             self.asked[task] += 1
             self.right[task] += token in allowed
 
     def _say(self, stage: curriculum.Stage, rate: float) -> dict[str, float]:
         said = {"step": self.step, "length": stage.length, "rate": rate}
         said |= {"loss": mean(self.losses), "lens": mean(self.lens_losses)}
-        said |= {task or "end": self.right[task] / count for task, count in sorted(self.asked.items())}
+        said |= {
+            task or "end": self.right[task] / count for task, count in sorted(self.asked.items())
+        }
         self.right.clear()
         self.asked.clear()
         self.losses.clear()
@@ -232,15 +254,22 @@ class _Trainer:
         """Write the checkpoint; a run that is stopped meanwhile still finds the one before."""
         if self.job.num_processes > 1:
             dist.barrier()
-        _save(_optimizer_state(self.muon, self.mine), self.job.directory / f"muon-{self.rank}-{self.step}.safetensors")
+        _save(
+            _optimizer_state(self.muon, self.mine),
+            self.job.directory / f"muon-{self.rank}-{self.step}.safetensors",
+        )
         if self.rank == 0:
-            weights = {f"model.{name}": weight.data for name, weight in self.model.named_parameters()}
+            weights = {
+                f"model.{name}": weight.data for name, weight in self.model.named_parameters()
+            }
             others = _optimizer_state(self.adam, self.others)
             _save(weights | others, self.job.directory / f"model-{self.step}.safetensors")
         if self.job.num_processes > 1:
             dist.barrier()
         if self.rank == 0:
-            (self.job.directory / "step.json").write_text(json.dumps({"step": self.step, **self.job.identity}))
+            (self.job.directory / "step.json").write_text(
+                json.dumps({"step": self.step, **self.job.identity})
+            )
             for old in self.job.directory.glob("*.safetensors"):
                 if int(old.stem.rsplit("-", 1)[1]) < self.step:
                     old.unlink()
@@ -254,7 +283,11 @@ class _Trainer:
             for name, weight in self.model.named_parameters():
                 weight.copy_(state[f"model.{name}"])
         _restore(self.adam, self.others, state)
-        _restore(self.muon, self.mine, load_file(self.job.directory / f"muon-{self.rank}-{self.step}.safetensors"))
+        _restore(
+            self.muon,
+            self.mine,
+            load_file(self.job.directory / f"muon-{self.rank}-{self.step}.safetensors"),
+        )
 
 
 def _starting_model(job: Job) -> PreTrainedModel:
@@ -289,8 +322,8 @@ def _answer_loss(logits: Tensor, batch: TrainingBatch) -> Tensor:
 
 
 class _Attention:
-    """Causal attention by batched products: at these sizes faster, forward and backward, than the fused kernel.
-    `windowed`: local heads of the model by head see what they keep."""
+    """Causal attention by batched products: at these sizes faster, forward and backward, than the
+    fused kernel. `windowed`: local heads of the model by head see what they keep."""
 
     def __init__(self) -> None:
         self.windowed = False
@@ -310,7 +343,8 @@ class _Attention:
         return torch.bmm(weights, value).view(batch, heads, length, -1).transpose(1, 2), None
 
     def _mask(self, layer: int, *shape: int) -> Tensor:
-        """By layer and (length, group, batch); all layers but the first are alike, and only one length is kept."""
+        """By layer and (length, group, batch); all layers but the first are alike, and only one
+        length is kept."""
         key = (*shape, min(layer, 1)) if self.windowed else shape[:2]
         if key not in self.masks:
             self.masks = {known: mask for known, mask in self.masks.items() if known[0] == shape[0]}
@@ -331,7 +365,9 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, weights: list[Tensor]) ->
     }
 
 
-def _restore(optimizer: torch.optim.Optimizer, weights: list[Tensor], state: dict[str, Tensor]) -> None:
+def _restore(
+    optimizer: torch.optim.Optimizer, weights: list[Tensor], state: dict[str, Tensor]
+) -> None:
     for key, value in state.items():
         if key.startswith("optimizer."):
             _, number, name = key.split(".")

@@ -1,4 +1,5 @@
-"""Vortex: sixty flows that models proposed, a search for more, routing by channels, and how all of them answer.
+"""Vortex: sixty flows that models proposed, a search for more, routing by channels, and how all of
+them answer.
 
 flows       all flows judged: accuracy in stages, decode speed
 search      random flows, then children of the best

@@ -1,4 +1,5 @@
-"""Which channels tell which blocks matter: routing with groups of channels masked (Vortex, section 6.3)."""
+"""Which channels tell which blocks matter: routing with groups of channels masked (Vortex, section
+6.3)."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,9 @@
-"""How differently flows are built (Vortex, Figure 9): those that three models proposed, and those of a search.
+"""How differently flows are built (Vortex, Figure 9): those that three models proposed, and those
+of a search.
 
-The distance of two flows is the mean Jaccard distance of their caches, operators and calls (`search.distance`). Only
-programs are compared, so that nothing runs. With a search its result is written beside them.
+The distance of two flows is the mean Jaccard distance of their caches, operators and calls
+(`search.distance`). Only programs are compared, so that nothing runs. With a search its result is
+written beside them.
 
     python -m research.vortex.search --out results/flow-search
     python -m research.vortex.diversity --search results/flow-search --out docs/results/flows
@@ -44,10 +46,15 @@ def distances(flows: Sequence[str]) -> list[float]:
 def groups(search: Path | None) -> dict[str, list[str]]:
     """Flows by who wrote them."""
     found = {
-        path.stem: [f"{ROOT}/{named}" for named in PROPOSED.values() if named.startswith(f"{path}:")] for path in FILES
+        path.stem: [
+            f"{ROOT}/{named}" for named in PROPOSED.values() if named.startswith(f"{path}:")
+        ]
+        for path in FILES
     }
     if search is not None:
-        tried = msgspec.json.decode((search / f"{CANDIDATES}.json").read_bytes(), type=list[Candidate])
+        tried = msgspec.json.decode(
+            (search / f"{CANDIDATES}.json").read_bytes(), type=list[Candidate]
+        )
         found["search"] = [one.flow for one in tried]
     return found
 
@@ -63,13 +70,21 @@ def picture(found: Mapping[str, Sequence[float]], path: Path) -> Path:
 
 def main(
     search: Annotated[Path | None, typer.Option(help="What a search has left.")] = None,
-    out: Annotated[Path, typer.Option(help="Where picture and figures go.")] = Path("docs/results/flows"),
+    out: Annotated[Path, typer.Option(help="Where picture and figures go.")] = Path(
+        "docs/results/flows"
+    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write diversity.json and diversity.png, and search.json with a search."""
     by_author = {name: distances(flows) for name, flows in groups(search).items()}
     figures = {
-        name: {"pairs": len(own), "mean": mean(own), "median": median(own), "least": min(own), "most": max(own)}
+        name: {
+            "pairs": len(own),
+            "mean": mean(own),
+            "median": median(own),
+            "least": min(own),
+            "most": max(own),
+        }
         for name, own in by_author.items()
     }
     out.mkdir(parents=True, exist_ok=True)
@@ -82,7 +97,11 @@ def main(
         return
     table = Table("", "pairs", "mean", "median", "least", "most")
     for name, own in figures.items():
-        table.add_row(name, str(own["pairs"]), *(f"{own[key]:.3f}" for key in ("mean", "median", "least", "most")))
+        table.add_row(
+            name,
+            str(own["pairs"]),
+            *(f"{own[key]:.3f}" for key in ("mean", "median", "least", "most")),
+        )
     Console().print(table)
 
 

@@ -1,11 +1,14 @@
-"""All flows: how well they answer (bundled model, 4K tokens, in stages), and how fast they decode (32K tokens, one
-sequence, as benchmarks/decode.py measures it).
+"""All flows: how well they answer (bundled model, 4K tokens, in stages), and how fast they decode
+(32K tokens, one sequence, as benchmarks/decode.py measures it).
 
-python -m research.vortex.flows [--k 13,29] [--flows "quest;block_topk"] [--out results/flows] [--json]
+python -m research.vortex.flows [--k 13,29] [--flows "quest;block_topk"] [--out results/flows]
+[--json]
 
-Of latent attention (Figure 12), flows that see RoPE and that do not, on a model of `make testbed-latent`:
+Of latent attention (Figure 12), flows that see RoPE and that do not, on a model of `make
+testbed-latent`:
 
-python -m research.vortex.flows --model build/testbed-latent/model --context 0 --k 13,29 --out results/latent \
+python -m research.vortex.flows --model build/testbed-latent/model --context 0 --k 13,29 --out
+results/latent \
     --flows "block_topk;quest;research/vortex/channels.py:channel_topk:groups=18,masked=8+17"
 """
 
@@ -35,10 +38,14 @@ NAMED = ";".join((*FLOWS, *PROPOSED.values()))
 def main(
     k: Annotated[str, typer.Option(help="Blocks that flows choose, by commas.")] = "29",
     flows: Annotated[str, typer.Option(help="By semicolons.", show_default="all")] = NAMED,
-    model: Annotated[Path, typer.Option(help="That answers.", show_default="the bundled one")] = MODEL_DIR,
+    model: Annotated[
+        Path, typer.Option(help="That answers.", show_default="the bundled one")
+    ] = MODEL_DIR,
     out: Path = Path("results/flows"),
     seed: int = 1000,
-    context: Annotated[int, typer.Option(help="Tokens at which decode steps are timed; 0 for no timing.")] = 32768,
+    context: Annotated[
+        int, typer.Option(help="Tokens at which decode steps are timed; 0 for no timing.")
+    ] = 32768,
     scale: Annotated[int, typer.Option(help="Times as many texts.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -78,8 +85,20 @@ def time_steps(flows: list[str], context: int, path: Path) -> dict[str, tuple[fl
 def time_step(flow: str, context: int) -> tuple[float, float]:
     """The same of one, by the benchmark of decode steps."""
     everywhere = flow if flow == DENSE else f"{flow},layers_skip=none"
-    options = ["--contexts", str(context), "--batches", "1", "--rounds", "15", "--flows", everywhere, "--json"]
-    told = subprocess.run([sys.executable, BENCHMARK, *options], stdout=subprocess.PIPE, check=True).stdout
+    options = [
+        "--contexts",
+        str(context),
+        "--batches",
+        "1",
+        "--rounds",
+        "15",
+        "--flows",
+        everywhere,
+        "--json",
+    ]
+    told = subprocess.run(
+        [sys.executable, BENCHMARK, *options], stdout=subprocess.PIPE, check=True
+    ).stdout
     row = json.loads(told)["rows"][-1]
     return row["tokens_per_s"], row["faster"]
 

@@ -1,11 +1,11 @@
-"""How far flows are from dense attention along dense's own answers, on a real model and real text; and which channels
-of its heads tell which blocks matter (Vortex, sections 6.1 and 6.3).
+"""How far flows are from dense attention along dense's own answers, on a real model and real text;
+and which channels of its heads tell which blocks matter (Vortex, sections 6.1 and 6.3).
 
-The text is read densely. The question is decoded token by token under the flow, and so is the answer that dense
-attention gives.
+The text is read densely. The question is decoded token by token under the flow, and so is the
+answer that dense attention gives.
 
-python -m research.vortex.real_text [--model smollm2] [--lengths 4096,7800] [--items 4] [--flows "quest;block_topk"]
-"""
+python -m research.vortex.real_text [--model smollm2] [--lengths 4096,7800] [--items 4] [--flows
+"quest;block_topk"]"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -55,7 +55,9 @@ def default_flows(k: int) -> list[str]:
     return [DENSE, *(f"{name}:topk_blocks={k}" for name in NAMED), *masked]
 
 
-def measure(engine: Engine, flows: Sequence[str], length: int, items: int, seed: int) -> Iterator[FlowDistance]:
+def measure(
+    engine: Engine, flows: Sequence[str], length: int, items: int, seed: int
+) -> Iterator[FlowDistance]:
     """All flows on questions about documentation, prompt by prompt."""
     [suite] = find_suites("docs")
     chat = find_chat(engine.tokenizer)
@@ -72,10 +74,14 @@ def measure(engine: Engine, flows: Sequence[str], length: int, items: int, seed:
             ours = _ask(engine, text, len(question) + len(answer), flow, [*question, *answer])
             if ours.logits is None or truth.logits is None:
                 raise ValueError("the answer needs its logits")
-            yield FlowDistance(length, number, flow, along(ours.logits[len(question) :], truth.logits, answer))
+            yield FlowDistance(
+                length, number, flow, along(ours.logits[len(question) :], truth.logits, answer)
+            )
 
 
-def _ask(engine: Engine, tokens: Sequence[int], most: int, flow: str, answer: Sequence[int] = ()) -> Result:
+def _ask(
+    engine: Engine, tokens: Sequence[int], most: int, flow: str, answer: Sequence[int] = ()
+) -> Result:
     sampling = SamplingParams(max_tokens=most, ignore_eos=True)
     request = Request(tokens, "full", sampling, return_logits=True, flow=flow, forced_output=answer)
     [result] = engine.generate([request])
@@ -89,7 +95,9 @@ def main(
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt, by commas.")] = "4096,7800",
     items: Annotated[int, typer.Option(help="Prompts of each length.")] = 6,
     k: Annotated[int, typer.Option(help="Blocks that flows choose.")] = 29,
-    flows: Annotated[str | None, typer.Option(help="By semicolons.", show_default="named ones and masked ones")] = None,
+    flows: Annotated[
+        str | None, typer.Option(help="By semicolons.", show_default="named ones and masked ones")
+    ] = None,
     seed: int = 1000,
     out: Path = Path("results/flows_real_text"),
 ) -> None:
@@ -103,7 +111,10 @@ def main(
         check_config(where / CONFIG, settings)
         rows = read_lines(where / ROWS, FlowDistance)
         if len(rows) < items * len(chosen):
-            with (where / ROWS).open("wb") as file, progress_bar(Console(stderr=True), f"{length}") as on_progress:
+            with (
+                (where / ROWS).open("wb") as file,
+                progress_bar(Console(stderr=True), f"{length}") as on_progress,
+            ):
                 for done, row in enumerate(measure(engine, chosen, length, items, seed), 1):
                     file.write(msgspec.json.encode(row) + b"\n")
                     on_progress(done, items * len(chosen))
@@ -113,7 +124,9 @@ def main(
 
 def render(rows: Sequence[FlowDistance]) -> Table:
     """A line for each flow and length."""
-    table = Table(title=f"along {ANSWER_TOKENS} tokens of dense attention's answers", title_justify="left")
+    table = Table(
+        title=f"along {ANSWER_TOKENS} tokens of dense attention's answers", title_justify="left"
+    )
     for name in ("tokens", "flow", "KL, nats", "95 %", "other tokens"):
         table.add_column(name, justify="left" if name == "flow" else "right", overflow="fold")
     groups: dict[tuple[int, str], list[FlowDistance]] = {}
@@ -123,7 +136,9 @@ def render(rows: Sequence[FlowDistance]) -> Table:
         kl, flips = ([row.distances[name] for row in mine] for name in ("answer_kl", "flips"))
         low, high = bootstrap(kl)
         name = flow.removeprefix(f"{CHANNELS}:")
-        table.add_row(f"{length:,}", name, f"{mean(kl):.4f}", f"{low:.4f}-{high:.4f}", f"{mean(flips):.1%}")
+        table.add_row(
+            f"{length:,}", name, f"{mean(kl):.4f}", f"{low:.4f}-{high:.4f}", f"{mean(flips):.1%}"
+        )
     return table
 
 

@@ -1,10 +1,13 @@
-"""A search for flows: random ones first, then children of the best, each a file that anyone can read and run.
+"""A search for flows: random ones first, then children of the best, each a file that anyone can
+read and run.
 
-Candidates are written from motifs that recur in what people and models propose (Vortex, section 14): what stands for a
-block, how heads agree, what values say, what neighbours and earlier steps add. All are judged on the same texts, in
-stages. Whatever was tried stays in the directory, so that a search can go on after any end.
+Candidates are written from motifs that recur in what people and models propose (Vortex, section
+14): what stands for a block, how heads agree, what values say, what neighbours and earlier steps
+add. All are judged on the same texts, in stages. Whatever was tried stays in the directory, so that
+a search can go on after any end.
 
-    python -m research.vortex.search [--candidates 60] [--minutes 90] [--out results/flow-search] [--json]
+    python -m research.vortex.search [--candidates 60] [--minutes 90]
+        [--out results/flow-search] [--json]
 """
 
 import math
@@ -45,7 +48,8 @@ RANDOM_SHARE = 0.25  # of new candidates, after the first population
 CANDIDATES = "candidates"
 FOUND = "found.json"
 
-# what a block is scored by: lines of forward_cache, caches, and the score by each query head, [1, B, g]
+# what a block is scored by: lines of forward_cache, caches, and the score by each query head, [1,
+# B, g]
 BASES = {
     "mean": ({"mean": "(head_dim,)"}, {"mean": 'Mean(c["k"], dim=2)'}, 'GeMM(c["mean"], q.T)'),
     "quest": (
@@ -53,14 +57,17 @@ BASES = {
         {"low": 'Min(c["k"], dim=2)', "high": 'Max(c["k"], dim=2)'},
         'Add(GeMM(c["high"], Relu(q).T), GeMM(c["low"], Minimum(q, 0.0).T))',
     ),
-    "halves": ({"halves": "(2, head_dim)"}, {"halves": 'MeanInterleave(c["k"], dim=2, size=c["k"].size(2) // 2)'},
+    "halves": ({"halves": "(2, head_dim)"},
+    {"halves": 'MeanInterleave(c["k"], dim=2, size=c["k"].size(2) // 2)'},
                'squeeze(Max(GeMM(c["halves"], q.T), dim=2))'),
-    "quarters": ({"parts": "(4, head_dim)"}, {"parts": 'MeanInterleave(c["k"], dim=2, size=c["k"].size(2) // 4)'},
+    "quarters": ({"parts": "(4, head_dim)"},
+    {"parts": 'MeanInterleave(c["k"], dim=2, size=c["k"].size(2) // 4)'},
                  'squeeze(Max(GeMM(c["parts"], q.T), dim=2))'),
     "tokens": ({}, {}, 'squeeze(Max(GeMM(c["k"], q.T), dim=2))'),
     "mean and width": (
         {"mean": "(head_dim,)", "width": "(head_dim,)"},
-        {"mean": 'Mean(c["k"], dim=2)', "width": 'Add(Max(c["k"], dim=2), Multiply(Min(c["k"], dim=2), -1.0))'},
+        {"mean": 'Mean(c["k"], dim=2)',
+        "width": 'Add(Max(c["k"], dim=2), Multiply(Min(c["k"], dim=2), -1.0))'},
         'Add(GeMM(c["mean"], q.T), Multiply(GeMM(c["width"], Abs(q).T), 0.25))',
     ),
 }  # fmt: skip
@@ -72,12 +79,15 @@ HEADS = {
 }
 GATES = {
     "none": ({}, {}, "{}"),
-    "value norm": ({"v_norm": "(1,)"}, {"v_norm": 'Mean(L2Norm(c["v"], dim=3), dim=2)'}, 'Multiply({}, c["v_norm"])'),
+    "value norm": ({"v_norm": "(1,)"}, {"v_norm": 'Mean(L2Norm(c["v"], dim=3), dim=2)'},
+    'Multiply({}, c["v_norm"])'),
     "value sigmoid": (
-        {"v_norm": "(1,)"}, {"v_norm": 'Mean(L2Norm(c["v"], dim=3), dim=2)'}, 'Multiply({}, Sigmoid(c["v_norm"]))',
+        {"v_norm": "(1,)"}, {"v_norm": 'Mean(L2Norm(c["v"], dim=3), dim=2)'},
+        'Multiply({}, Sigmoid(c["v_norm"]))',
     ),
     "key norm": (
-        {"k_norm": "(1,)"}, {"k_norm": 'Mean(L2Norm(c["k"], dim=3), dim=2)'}, 'Add({}, Multiply(c["k_norm"], 0.1))',
+        {"k_norm": "(1,)"}, {"k_norm": 'Mean(L2Norm(c["k"], dim=3), dim=2)'},
+        'Add({}, Multiply(c["k_norm"], 0.1))',
     ),
 }  # fmt: skip
 NEIGHBOURS = {
@@ -130,8 +140,9 @@ def search(
     stages: Sequence[judging.FlowStage] = judging.STAGES,
     on_generation: Callable[[list[FlowScore]], None] | None = None,
 ) -> list[FlowScore]:
-    """Judge candidates, a generation at a time, until there are so many or the time is over; those that `out` holds
-    count. Equal arguments give equal candidates, also if the search was interrupted.
+    """Judge candidates, a generation at a time, until there are so many or the time is over; those
+    that `out` holds count. Equal arguments give equal candidates, also if the search was
+    interrupted.
 
     Raises:
         ValueError: there is nothing to search for.
@@ -143,22 +154,30 @@ def search(
     tried: list[Candidate] = []
     found: list[FlowScore] = []
     while len(tried) < candidates and time.perf_counter() - start < seconds:
-        for _ in range(min(GENERATION, candidates - len(tried))):  # which share the reading of the texts
+        # which share the reading of the texts
+        for _ in range(min(GENERATION, candidates - len(tried))):
             tried.append(propose(tried, found, folder, seed))
         flows = [one.flow for one in tried]
-        found = judging.summarise(judging.evaluate(engine, flows, out, seed=seed, length=length, stages=stages))
+        found = judging.summarise(
+            judging.evaluate(engine, flows, out, seed=seed, length=length, stages=stages)
+        )
         (out / f"{CANDIDATES}.json").write_bytes(msgspec.json.format(msgspec.json.encode(tried)))
         if on_generation is not None:
             on_generation(found)
     return found
 
 
-def propose(tried: Sequence[Candidate], found: Sequence[FlowScore], folder: Path, seed: int) -> Candidate:
-    """The next candidate, written to a file: random, or a changed child of two of the best, and none of before."""
+def propose(
+    tried: Sequence[Candidate], found: Sequence[FlowScore], folder: Path, seed: int
+) -> Candidate:
+    """The next candidate, written to a file: random, or a changed child of two of the best, and
+    none of before."""
     number = len(tried)
     rng = Random(f"flow {seed} {number}")  # noqa: S311
     judged = {one.flow: one for one in found}
-    best = sorted((one for one in tried if one.flow in judged), key=lambda one: _rank(one, judged))[:POPULATION]
+    best = sorted((one for one in tried if one.flow in judged), key=lambda one: _rank(one, judged))[
+        :POPULATION
+    ]
     known = [one.genes for one in tried]
     while True:
         parents: tuple[Candidate, ...] = ()
@@ -200,7 +219,8 @@ def write(genes: Genes, name: str) -> str:
     if genes["time"] != "none":
         caches, lines = caches | {"past": "(1,)"}, lines | {"past": 'CFill(c["past"])'}
     steps = [by_head, *(part.format("score") for part in (HEADS[genes["heads"]], gate)),
-             NEIGHBOURS[genes["neighbours"]].format("score"), TIME[genes["time"]].format("score")]  # fmt: skip
+             NEIGHBOURS[genes["neighbours"]].format("score"),
+             TIME[genes["time"]].format("score")]  # fmt: skip
     text = ", ".join(f"{gene} {choice}" for gene, choice in genes.items())
     return "\n".join(
         [
@@ -209,9 +229,11 @@ def write(genes: Genes, name: str) -> str:
             "def squeeze(x):", "    return Reshape(x, (1, x.shape[1], x.size(3)))", "", "",
             "class Candidate(Flow):", f'    name = "{name}"', "",
             "    def create_cache(self, block_size, head_dim):",
-            f"        return {{{', '.join(f'{key!r}: {shape}' for key, shape in caches.items())}}}", "",
+            f"        return {{{', '.join(f'{key!r}: {shape}' for key, shape in caches.items())}}}",
+            "",
             "    def forward_cache(self, c):",
-            *([f'        c["{key}"] = {line}' for key, line in lines.items()] or ["        pass"]), "",
+            *([f'        c["{key}"] = {line}' for key, line in lines.items()] or ["        pass"]),
+            "",
             "    def forward_indexer(self, q, c):",
             *(f"        score = {step}" for step in steps if step != "score"),
             f"        return {genes['top']}(score, self.topk_blocks)", "",
@@ -220,14 +242,21 @@ def write(genes: Genes, name: str) -> str:
 
 
 def distance(one: Program, other: Program) -> float:
-    """How differently two flows are built, 0 to 1: the mean Jaccard distance of their caches (names with shapes), of
-    their operators, and of their calls (operators with what they are applied to) (Vortex, section 6.1.1)."""
+    """How differently two flows are built, 0 to 1: the mean Jaccard distance of their caches (names
+    with shapes), of their operators, and of their calls (operators with what they are applied to)
+    (Vortex, section 6.1.1)."""
     return mean(1 - _jaccard(a, b) for a, b in zip(_parts(one), _parts(other), strict=True))
 
 
-def diversity(flows: Sequence[str], block_size: int = 16, head_dim: int = 64, group: int = 4) -> float:
+def diversity(
+    flows: Sequence[str], block_size: int = 16, head_dim: int = 64, group: int = 4
+) -> float:
     """The mean distance of all pairs; 0 for fewer than two flows."""
-    programs = [trace(flow, block_size, head_dim, group) for flow in map(parse_flow, flows) if flow is not None]
+    programs = [
+        trace(flow, block_size, head_dim, group)
+        for flow in map(parse_flow, flows)
+        if flow is not None
+    ]
     pairs = list(combinations(programs, 2))
     return mean(distance(*pair) for pair in pairs) if pairs else 0.0
 
@@ -235,7 +264,11 @@ def diversity(flows: Sequence[str], block_size: int = 16, head_dim: int = 64, gr
 def _parts(program: Program) -> tuple[set[object], set[object], set[object]]:
     values = [*program.cache, *program.indexer]
     calls = {(v.made_by.name, *_sources(v), *sorted(v.options.items(), key=str)) for v in values}
-    return set(program.caches.items()), {v.made_by.name for v in values}, {str(call) for call in calls}
+    return (
+        set(program.caches.items()),
+        {v.made_by.name for v in values},
+        {str(call) for call in calls},
+    )
 
 
 def _sources(value: Value) -> list[str]:
@@ -254,11 +287,15 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def main(
     model: ModelOption = MODEL_DIR,
-    out: Annotated[Path, typer.Option(help="Directory of candidates and answers; a search there goes on.")] = Path(
-        "results/flow-search"
-    ),
-    candidates: Annotated[int, typer.Option(help="Flows to try, those of earlier runs included.")] = 60,
-    minutes: Annotated[float | None, typer.Option(help="Stop after so many.", show_default="no limit")] = None,
+    out: Annotated[
+        Path, typer.Option(help="Directory of candidates and answers; a search there goes on.")
+    ] = Path("results/flow-search"),
+    candidates: Annotated[
+        int, typer.Option(help="Flows to try, those of earlier runs included.")
+    ] = 60,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after so many.", show_default="no limit")
+    ] = None,
     length: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 4096,
     seed: Annotated[int, typer.Option(help="Of candidates, texts and questions.")] = 0,
     block: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
@@ -266,22 +303,27 @@ def main(
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
-    """Try flows made of known motifs: random ones, then children of the best; each is kept as a file."""
+    """Try flows made of known motifs: random ones, then children of the best; each is kept as a
+    file."""
     engine = load(model, dtype=dtype, device=device, block_size=block)
     with progress_bar(progress_console, "searching") as on_progress:
         found = search(
-            engine, out, candidates=candidates, seconds=60 * minutes if minutes is not None else math.inf, seed=seed,
+            engine, out, candidates=candidates,
+            seconds=60 * minutes if minutes is not None else math.inf, seed=seed,
             length=length, on_generation=lambda judged: on_progress(len(judged) - 1, candidates),
         )  # fmt: skip
     (out / FOUND).write_text(judging.as_json(found))
-    best = [one.flow for one in found if one.flow != DENSE and len(one.passed) == len(found[0].passed)]
+    best = [
+        one.flow for one in found if one.flow != DENSE and len(one.passed) == len(found[0].passed)
+    ]
     spread = diversity([one.flow for one in found], block)
     if as_json:
         print_json({"found": found, "diversity": spread})
         return
     console.print(judging.render(found[:20]))
     console.print(
-        f"{len(found) - 1} candidates, {len(best)} passed all stages; mean structural distance of all {spread:.2f}"
+        f"{len(found) - 1} candidates, {len(best)} passed all stages; mean structural distance of "
+        f"all {spread:.2f}"
     )
     console.print(f"[dim]{out}: {CANDIDATES}/, {judging.ROWS}, {FOUND}[/dim]", soft_wrap=True)
 

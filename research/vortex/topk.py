@@ -1,4 +1,5 @@
-"""Top-k of scores: time against recall, of PyTorch's, of radix top-k, and of its lossy form with and without remapping.
+"""Top-k of scores: time against recall, of PyTorch's, of radix top-k, and of its lossy form with
+and without remapping.
 
 python -m research.vortex.topk [--columns 2048,8192] [--k 29,61] [--device cuda] [--json]
 """
@@ -24,7 +25,9 @@ DISTRIBUTIONS: dict[str, Callable[[tuple[int, int], torch.Generator], Tensor]] =
     "normal": lambda shape, g: torch.randn(shape, generator=g),
     "uniform": lambda shape, g: torch.rand(shape, generator=g),
     "lognormal": lambda shape, g: torch.randn(shape, generator=g).exp(),
-    "bimodal": lambda shape, g: torch.randn(shape, generator=g) + 8.0 * (torch.rand(shape, generator=g) < 0.05),
+    "bimodal": lambda shape, g: (
+        torch.randn(shape, generator=g) + 8.0 * (torch.rand(shape, generator=g) < 0.05)
+    ),
 }
 FAMILIES = {  # name -> tolerance, remap; torch.topk stands for itself
     "torch.topk": None,
@@ -41,7 +44,8 @@ FAMILIES = {  # name -> tolerance, remap; torch.topk stands for itself
 
 @dataclass(frozen=True)
 class TopkResult:
-    """Medians: milliseconds, times as fast as torch.topk, and the share of the true k that is found (mean, worst)."""
+    """Medians: milliseconds, times as fast as torch.topk, and the share of the true k that is found
+    (mean, worst)."""
 
     distribution: str
     columns: int
@@ -73,7 +77,9 @@ def recall(found: Tensor, best: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def main(
-    columns: Annotated[str, typer.Option(help="Blocks of a sequence, by commas.")] = "256,2048,8192",
+    columns: Annotated[
+        str, typer.Option(help="Blocks of a sequence, by commas.")
+    ] = "256,2048,8192",
     k: Annotated[str, typer.Option(help="By commas.")] = "29,61",
     sequences: Annotated[int, typer.Option(help="Rows: requests times KV heads.")] = 64,
     device: str = "cpu",
@@ -98,7 +104,8 @@ def main(
                         )
                     )  # fmt: skip
     configuration = {
-        "sequences": sequences, "device": device, "rounds": rounds, "threads": torch.get_num_threads(),
+        "sequences": sequences, "device": device, "rounds": rounds,
+        "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }  # fmt: skip
     if as_json:
@@ -110,7 +117,8 @@ def main(
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
-            row.distribution, str(row.columns), str(row.k), row.family, f"{row.ms:.2f}", f"{row.faster:.2f}",
+            row.distribution, str(row.columns), str(row.k), row.family, f"{row.ms:.2f}",
+            f"{row.faster:.2f}",
             f"{row.recall:.3f}", f"{row.worst:.3f}",
         )  # fmt: skip
     Console().print(table)

@@ -1,4 +1,5 @@
-"""KVGraft: reuse the KV cache of any text a model has already read, at any position, in any order."""
+"""KVGraft: reuse the KV cache of any text a model has already read, at any position, in any
+order."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What is asked for by name is imported then: torch takes seconds, which no `--help` and no plugin needs."""
+    """What is asked for by name is imported then: torch takes seconds, which no `--help` and no
+    plugin needs."""
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(module), name)

@@ -1,5 +1,5 @@
-"""Methods (policies, flows) by name and options, as users write them: `name` or `name:option=value,option=value`; and
-checks that they share for their options."""
+"""Methods (policies, flows) by name and options, as users write them: `name` or
+`name:option=value,option=value`; and checks that they share for their options."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,12 +16,14 @@ class UnknownOption(ValueError):
     """A method has no such option."""
 
 
-def make(kind: str, known: Mapping[str, type[AnyMethod]], name: str, options: Mapping[str, Any]) -> AnyMethod:
+def make(
+    kind: str, known: Mapping[str, type[AnyMethod]], name: str, options: Mapping[str, Any]
+) -> AnyMethod:
     """Return a method of a kind (`policy`) from its name and options.
 
     Raises:
-        ValueError: an unknown name or option (the message lists the known ones), a number of layers beside a share of
-            them, or a value out of range.
+        ValueError: an unknown name or option (the message lists the known ones), a number of layers
+            beside a share of them, or a value out of range.
     """
     if name not in known:
         raise ValueError(f"unknown {kind} {name!r}: choose from {', '.join(sorted(known))}")
@@ -34,18 +36,22 @@ def check_options(what: str, method: type[Any], options: Iterable[str]) -> None:
     given, allowed = set(options), [field.name for field in fields(cast(Any, method))]
     for option in options:
         if option not in allowed:
-            raise UnknownOption(f"{what} has no option {option!r}: it has {', '.join(allowed) or 'none'}")
+            raise UnknownOption(
+                f"{what} has no option {option!r}: it has {', '.join(allowed) or 'none'}"
+            )
         if option.endswith("_layers") and (share := layers_share(option)) in given:
             raise ValueError(f"{what} takes {option} or {share}, not both")
 
 
 def layers_share(option: str) -> str:
-    """The option that gives as a share of all layers what `option` (`..._layers`) gives as a number."""
+    """The option that gives as a share of all layers what `option` (`..._layers`) gives as a
+    number."""
     return f"{option.removesuffix('_layers')}_share"
 
 
 def parse(kind: str, text: str) -> tuple[str, dict[str, Option]]:
-    """Name and options of `name:option=value,...`; numbers as in Python, `0+2` is a list of integers.
+    """Name and options of `name:option=value,...`; numbers as in Python, `0+2` is a list of
+    integers.
 
     Raises:
         ValueError: an option without a value.
@@ -100,8 +106,8 @@ def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def require_layers(method: Any, option: str) -> None:
-    """Raise ValueError unless `option` (`..._layers`) of a method is None or a number of layers, and its share a
-    share."""
+    """Raise ValueError unless `option` (`..._layers`) of a method is None or a number of layers,
+    and its share a share."""
     if getattr(method, option) is not None:
         require_at_least(option, getattr(method, option), 0)
     require_share(layers_share(option), getattr(method, layers_share(option)))

@@ -39,13 +39,26 @@ def server() -> Iterator[Server]:
 def run_command(server: Server, *arguments: str) -> dict[str, Any]:
     app = typer.Typer()
     app.command()(serve.main)
-    result = CliRunner().invoke(app, ["--url", server.api, "--api-key", KEYS[0], "--json", *arguments])
+    result = CliRunner().invoke(
+        app, ["--url", server.api, "--api-key", KEYS[0], "--json", *arguments]
+    )
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
 
 def test_a_mixed_load_is_answered_and_mostly_reused(server: Server):
-    shape = ("--tokens", "320", "--reuse", "0.9", "--max-tokens", "6", "--requests", "9", "--concurrency", "2")
+    shape = (
+        "--tokens",
+        "320",
+        "--reuse",
+        "0.9",
+        "--max-tokens",
+        "6",
+        "--requests",
+        "9",
+        "--concurrency",
+        "2",
+    )
     summary = run_command(server, "--workload", "mixed", "--rate", "20", *shape)["summary"]
     assert summary["requests"] == 9
     assert summary["errors"] == {}
@@ -54,7 +67,18 @@ def test_a_mixed_load_is_answered_and_mostly_reused(server: Server):
 
 
 def test_options_reach_the_server(server: Server):
-    known = ("--workload", "rag", "--tokens", "400", "--max-tokens", "2", "--requests", "2", "--seed", "5")
+    known = (
+        "--workload",
+        "rag",
+        "--tokens",
+        "400",
+        "--max-tokens",
+        "2",
+        "--requests",
+        "2",
+        "--seed",
+        "5",
+    )
     off = run_command(server, *known, "--kvgraft", '{"reuse": "off"}')["summary"]
     assert off["grafted"] == 0.0
     assert sum(off["reasons"].values()) == 2
@@ -117,7 +141,9 @@ def test_a_pause_that_lasts_to_the_end_counts():
     class Silent:
         """Decodes as long as no prompt comes, and then waits for it."""
 
-        async def ask(self, ask: Ask, on_token: Callable[[float], object] = lambda _: None) -> Outcome:
+        async def ask(
+            self, ask: Ask, on_token: Callable[[float], object] = lambda _: None
+        ) -> Outcome:
             if ask.kind == "prompt":
                 return Outcome("prompt", 10.0, 17.0, 17.5)
             for at in (1.0, 2.0, 3.0, 9.0, 11.0):
@@ -126,7 +152,9 @@ def test_a_pause_that_lasts_to_the_end_counts():
 
     asks = [Ask("stream", (), 9)], [Ask("prompt", (), 1)]
     pauses, _ = asyncio.run(pauses_of_streams(cast(Client, Silent()), *asks))
-    assert pauses == [2.0, 6.0], "the last one from the token at 11 to the first of the prompt at 17"
+    assert pauses == [2.0, 6.0], (
+        "the last one from the token at 11 to the first of the prompt at 17"
+    )
 
 
 @pytest.mark.soak
@@ -134,7 +162,9 @@ def test_a_short_soak_breaks_nothing_and_notices_what_is_wrong(server: Server):
     async def run() -> tuple[soak.Result, Traffic]:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
             traffic = Traffic(http, "bundled", KEYS, ADMIN, WORDS, LENGTH, seed=0)
-            result = await soak.soak(server, traffic, 10.0, workers=12, max_requests=72, max_growth=1e9)
+            result = await soak.soak(
+                server, traffic, 10.0, workers=12, max_requests=72, max_growth=1e9
+            )
             wrong = [replace(fixed, answer=f"{fixed.answer} more") for fixed in traffic.fixed[:2]]
             traffic.fixed = wrong
             await traffic.check_all_fixed(soak.Random(0))
@@ -142,7 +172,9 @@ def test_a_short_soak_breaks_nothing_and_notices_what_is_wrong(server: Server):
 
     result, traffic = asyncio.run(run())
     depends_on_speed = ("no preemption", "no aborts")  # in so short a time
-    assert [what for what in result.broken if not any(word in what for word in depends_on_speed)] == []
+    assert [
+        what for what in result.broken if not any(word in what for word in depends_on_speed)
+    ] == []
     assert result.pool["used"] == result.pool["pinned"] > 0
     assert result.metrics["kvgraft:requests_total[grafted]"] > 0
     assert result.rss_mib[-1][1] > 100

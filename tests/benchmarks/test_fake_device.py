@@ -1,4 +1,5 @@
-"""A device that is not there: it computes what the CPU computes, refuses what CUDA refuses, and counts."""
+"""A device that is not there: it computes what the CPU computes, refuses what CUDA refuses, and
+counts."""
 
 from pathlib import Path
 
@@ -36,10 +37,13 @@ BARS = {
     "sparsex": (132, 1, 0),
     "cacheblend": (139, 2, 0),
 }
-MOVED = {"naive": 8.8, "spread": 14.2}  # KB a grafted token and layer; here tables of RoPE weigh more than in a model
-A_LAYER = {"full": 12, "naive": 12, "epic": 12, "sparsex": 12, "cacheblend": 12, "spread": 15.5}  # launches
+# KB a grafted token and layer; here tables of RoPE weigh more than in a model
+MOVED = {"naive": 8.8, "spread": 14.2}
+# launches
+A_LAYER = {"full": 12, "naive": 12, "epic": 12, "sparsex": 12, "cacheblend": 12, "spread": 15.5}
 FEW_LAYERS = 2
-# what a decode step asks of a device at most: launches a layer, launches beside them, waits, uploads that wait
+# what a decode step asks of a device at most: launches a layer, launches beside them, waits,
+# uploads that wait
 STEP_BARS = {
     "dense": (12, 11, 1, 0),
     "block_topk": (16, 11, 1, 0),
@@ -67,12 +71,16 @@ def operations(models: list[Path]) -> list[dict[str, list[Operation]]]:
 
 def answers(model: Path, device: str) -> dict[str, tuple[torch.Tensor, int]]:
     """(logits of the first token, recomputed tokens) by policy."""
-    engine = Engine(model, dtype="bfloat16", device=device, num_pages=PAGES, max_prefill_tokens=ROOM)
+    engine = Engine(
+        model, dtype="bfloat16", device=device, num_pages=PAGES, max_prefill_tokens=ROOM
+    )
     read, [asked] = prompts(TOKENS, 1)
     engine.generate([Request(read, "full", ONE_TOKEN)])
     found = {}
     for policy in POLICIES:
-        [result] = engine.generate([Request(asked, policy, ONE_TOKEN, remember=False, return_logits=True)])
+        [result] = engine.generate(
+            [Request(asked, policy, ONE_TOKEN, remember=False, return_logits=True)]
+        )
         assert result.error is None
         assert result.logits is not None
         logits = result.logits.held if isinstance(result.logits, FakeTensor) else result.logits
@@ -91,7 +99,9 @@ def test_every_policy_computes_on_it_what_it_computes_on_the_cpu(models: list[Pa
 
 
 @pytest.mark.parametrize("policy", BARS)
-def test_what_a_recovery_asks_of_a_device_does_not_grow(operations: list[dict[str, list[Operation]]], policy: str):
+def test_what_a_recovery_asks_of_a_device_does_not_grow(
+    operations: list[dict[str, list[Operation]]], policy: str
+):
     few, many = (found[policy] for found in operations)
     launches, waits, uploads = BARS[policy]
     assert count_of(few, Kind.LAUNCH) <= launches
@@ -107,8 +117,11 @@ def test_what_a_recovery_asks_of_a_device_does_not_grow(operations: list[dict[st
     assert ("_align_copy" in kernels) == (policy != "full")
 
 
-def test_long_runs_take_at_most_three_launches_more_a_layer(models: list[Path], monkeypatch: pytest.MonkeyPatch):
-    """The copy of what they see, flash attention, and the kernel for all other rows; nothing waits."""
+def test_long_runs_take_at_most_three_launches_more_a_layer(
+    models: list[Path], monkeypatch: pytest.MonkeyPatch
+):
+    """The copy of what they see, flash attention, and the kernel for all other rows; nothing
+    waits."""
     monkeypatch.setattr(attention, "RUN", 8)
     monkeypatch.setattr(attention, "programs_of", lambda device: 0)
     policies = ("full", "naive", "spread")
@@ -135,8 +148,14 @@ def test_the_logits_are_launched_before_the_times_of_a_recovery_are_read(
 ):
     """Else the device would have nothing to do while the host waits for them."""
     few = operations[0][policy]
-    [waited] = [number for number, one in enumerate(few) if one.name == "event" and one.kind is Kind.WAIT]
-    launched = [number for number, one in enumerate(few) if one.kind is Kind.LAUNCH and "logits" in one.functions]
+    [waited] = [
+        number for number, one in enumerate(few) if one.name == "event" and one.kind is Kind.WAIT
+    ]
+    launched = [
+        number
+        for number, one in enumerate(few)
+        if one.kind is Kind.LAUNCH and "logits" in one.functions
+    ]
     assert launched
     assert max(launched) < waited
 
@@ -167,7 +186,9 @@ def test_a_flow_decodes_on_it_as_on_the_cpu(shallow: list[Path], flow: str):
     found = []
     for device in ("cpu", "cuda"):
         with torch.inference_mode(), FakeDevice():
-            engine = Engine(shallow[0], dtype="float32", device=device, num_pages=PAGES, enforce_eager=True)
+            engine = Engine(
+                shallow[0], dtype="float32", device=device, num_pages=PAGES, enforce_eager=True
+            )
             sampling = SamplingParams(6, ignore_eos=True)
             requests = [Request(read[:count], "full", sampling, flow=flow) for count in (290, 200)]
             found.append([result.token_ids for result in engine.generate(requests)])

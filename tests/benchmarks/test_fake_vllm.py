@@ -1,4 +1,5 @@
-"""vLLM's host on a device that is not there: it recovers what it recovers on the CPU, and what it asks is bounded."""
+"""vLLM's host on a device that is not there: it recovers what it recovers on the CPU, and what it
+asks is bounded."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
@@ -36,7 +37,8 @@ class Most(NamedTuple):
     """What one recovery of 4 layers may ask of a device: a bound for each column of the table."""
 
     launches: int
-    a_layer: float  # launches that one more layer adds; a stock layer is 12, and may be 11 and 2 of our attention
+    # launches that one more layer adds; a stock layer is 12, and may be 11 and 2 of our attention
+    a_layer: float
     waits: int
     waiting_uploads: int
 
@@ -54,7 +56,8 @@ ROUNDING = 0.03  # relative, of KV in bfloat16 behind some layers
 
 
 class Recovered(NamedTuple):
-    """By layer what the cache has of the prompt [T, Hkv, 2 d]; the last token's state [1, 2, D]; what it counted."""
+    """By layer what the cache has of the prompt [T, Hkv, 2 d]; the last token's state [1, 2, D];
+    what it counted."""
 
     cached: list[torch.Tensor]
     last: torch.Tensor
@@ -69,7 +72,11 @@ def recovered(loaded: LoadedModel, device: str) -> dict[str, Recovered]:
     found, last = {}, []
     last_hidden = VllmPrefill.last_hidden
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VllmPrefill, "last_hidden", lambda *given: (last.append(last_hidden(*given)), last[-1])[1])
+        patch.setattr(
+            VllmPrefill,
+            "last_hidden",
+            lambda *given: (last.append(last_hidden(*given)), last[-1])[1],
+        )
         for policy in VLLM_POLICIES:
             recover(parse_policy(policy))
             recover.forget()
@@ -101,7 +108,9 @@ def on_device(models: list[LoadedModel]) -> list[dict[str, Recovered]]:
 
 
 def test_every_policy_recovers_on_it_what_it_recovers_on_the_cpu(
-    models: list[LoadedModel], on_device: list[dict[str, Recovered]], monkeypatch: pytest.MonkeyPatch
+    models: list[LoadedModel],
+    on_device: list[dict[str, Recovered]],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(group_attention, "DEVICES", ("cpu", "cuda"))
     for policy, expected in recovered(models[0], "cpu").items():
@@ -114,14 +123,20 @@ def test_every_policy_recovers_on_it_what_it_recovers_on_the_cpu(
 
 
 @pytest.mark.parametrize("policy", VLLM_POLICIES)
-def test_what_a_recovery_asks_of_a_device_does_not_grow(on_device: list[dict[str, Recovered]], policy: str):
+def test_what_a_recovery_asks_of_a_device_does_not_grow(
+    on_device: list[dict[str, Recovered]], policy: str
+):
     few, many = (found[policy].operations for found in on_device)
     most = MOST[policy]
     assert count_of(few, Kind.LAUNCH) <= most.launches
     assert per_layer(few, many, Kind.LAUNCH, LAYERS) <= most.a_layer
     assert count_of(few, Kind.WAIT) <= most.waits
     assert count_of(few, Kind.WAITING_UPLOAD) <= most.waiting_uploads
-    assert per_layer(few, many, Kind.WAIT, LAYERS) == per_layer(few, many, Kind.WAITING_UPLOAD, LAYERS) == 0
+    assert (
+        per_layer(few, many, Kind.WAIT, LAYERS)
+        == per_layer(few, many, Kind.WAITING_UPLOAD, LAYERS)
+        == 0
+    )
 
 
 def naive_on_device(loaded: LoadedModel, *, fused: bool) -> tuple[list[torch.Tensor], int]:
@@ -130,23 +145,39 @@ def naive_on_device(loaded: LoadedModel, *, fused: bool) -> tuple[list[torch.Ten
     host = loaded.host("cuda")
     host.runs_as_one = False
     recover = Recoveries(host, read, documents(TOKENS), asked)
-    with FakeDevice.current.counting() as operations, host.fused_operators() if fused else nullcontext():
+    with (
+        FakeDevice.current.counting() as operations,
+        host.fused_operators() if fused else nullcontext(),
+    ):
         recover(parse_policy("naive"))
     return recover.cached(), count_of(operations, Kind.LAUNCH)
 
 
 @pytest.fixture(scope="module")
-def compiled(models: list[LoadedModel], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
-    """The same model in servers that compile it, of which one is told to leave an operator native."""
-    make_model(folder := tmp_path_factory.mktemp("compiled"), LAYERS, MAX_LENGTH, VLLM_SHAPE, dtype="bfloat16")
+def compiled(
+    models: list[LoadedModel], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, LoadedModel]:
+    """The same model in servers that compile it, of which one is told to leave an operator
+    native."""
+    make_model(
+        folder := tmp_path_factory.mktemp("compiled"),
+        LAYERS,
+        MAX_LENGTH,
+        VLLM_SHAPE,
+        dtype="bfloat16",
+    )
     given = {"default": [], "rotary": ["-rotary_embedding"]}
     return {
-        name: LoadedModel.of(folder, enforce_eager=False, compilation_config={"custom_ops": ["none", *operators]})
+        name: LoadedModel.of(
+            folder, enforce_eager=False, compilation_config={"custom_ops": ["none", *operators]}
+        )
         for name, operators in given.items()
     }
 
 
-def test_layers_of_a_compiled_server_run_fused_kernels(models: list[LoadedModel], compiled: dict[str, LoadedModel]):
+def test_layers_of_a_compiled_server_run_fused_kernels(
+    models: list[LoadedModel], compiled: dict[str, LoadedModel]
+):
     """If they are called one by one."""
     with torch.inference_mode(), FakeDevice():
         expected, launches = naive_on_device(models[0], fused=False)
@@ -155,7 +186,9 @@ def test_layers_of_a_compiled_server_run_fused_kernels(models: list[LoadedModel]
         _, others = naive_on_device(compiled["rotary"], fused=True)
     assert as_many == launches
     assert native > launches + 10 * LAYERS, "nothing ran natively"
-    assert launches < others < native, "an operator that the user has refused was switched, or no other one"
+    assert launches < others < native, (
+        "an operator that the user has refused was switched, or no other one"
+    )
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.equal(mine, theirs)
 
@@ -177,7 +210,8 @@ def test_operators_are_native_again_after_a_recovery(compiled: dict[str, LoadedM
 def test_norms_have_the_kernels_of_a_server_that_is_not_compiled(
     compiled: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ):
-    """Which kernels norms have is decided by a list of providers; on CUDA it depends on whether vLLM compiles."""
+    """Which kernels norms have is decided by a list of providers; on CUDA it depends on whether
+    vLLM compiles."""
 
     def providers(config: VllmConfig) -> IrOpPriorityConfig:
         is_compiled = config.compilation_config.mode != CompilationMode.NONE
@@ -228,7 +262,8 @@ def test_kernels_spread_what_the_chain_of_operations_spreads(
 
 
 class Forwards:
-    """Counts the rows of each forward of the whole model, and the layers that are called one by one."""
+    """Counts the rows of each forward of the whole model, and the layers that are called one by
+    one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows, self.layers = list[int](), list[int]()
@@ -268,7 +303,8 @@ def test_a_forward_of_the_model_computes_what_its_layers_compute(
     assert len(forwards.rows) == 2  # the text that is read before, and the last pass
     assert LAYERS - 1 not in forwards.layers
     for mine, theirs in zip(found, expected, strict=True):
-        assert (mine - theirs).norm() < 0.01 * theirs.norm()  # layer 0 may be of other rows, which round otherwise
+        # layer 0 may be of other rows, which round otherwise
+        assert (mine - theirs).norm() < 0.01 * theirs.norm()
     assert as_one.computed_share == by_layer.computed_share
     assert as_one.recomputed_tokens == by_layer.recomputed_tokens
 
@@ -321,18 +357,27 @@ def test_a_flow_that_decodes_is_told_of_all_that_is_written(
     """Also of what kernels write past the attention."""
     read, [asked] = prompts(TOKENS, 1)
     host = models[0].host("cpu")
-    recover, told = Recoveries(host, read, documents(TOKENS), asked), [set[int]() for _ in range(LAYERS)]
+    recover, told = (
+        Recoveries(host, read, documents(TOKENS), asked),
+        [set[int]() for _ in range(LAYERS)],
+    )
     layer_of = {id(attention.kv_cache): index for index, attention in enumerate(host.attentions)}
     note = lambda _, cache, slots: told[layer_of[id(cache)]].update(slots.tolist())  # noqa: E731
     store = RowAttention.do_kv_cache_update
     monkeypatch.setattr(RowAttention, "note_written", note, raising=False)
-    monkeypatch.setattr(RowAttention, "do_kv_cache_update", lambda *given: (note(None, *given[4:]), store(*given))[1])
+    monkeypatch.setattr(
+        RowAttention,
+        "do_kv_cache_update",
+        lambda *given: (note(None, *given[4:]), store(*given))[1],
+    )
     recover(parse_policy(policy))
     assert {len(slots) for slots in told} == {len(asked)}
 
 
 @pytest.mark.parametrize("policy", ["full", "naive", "transitive", "spread", "samkv"])
-def test_a_worker_has_called_before_the_first_request_what_recoveries_call(models: list[LoadedModel], policy: str):
+def test_a_worker_has_called_before_the_first_request_what_recoveries_call(
+    models: list[LoadedModel], policy: str
+):
     read, [asked] = prompts(TOKENS, 1)
     with torch.inference_mode(), FakeDevice():
         host = models[0].host("cuda")
@@ -344,7 +389,9 @@ def test_a_worker_has_called_before_the_first_request_what_recoveries_call(model
         recover = Recoveries(host, read, documents(TOKENS), asked)
         with FakeDevice.current.counting() as operations:
             recover(parse_policy(policy))
-    called = {one.name for one in operations if one.kind is Kind.LAUNCH and one.name.startswith("_")}
+    called = {
+        one.name for one in operations if one.kind is Kind.LAUNCH and one.name.startswith("_")
+    }
     assert called <= {one.name for one in before}
     assert ("_copy_changed" in called) == (policy == "spread")
 

@@ -1,7 +1,7 @@
 """What attends to the rows of a recovery in vLLM: who, to which of them, and how much they read.
 
-On the fake device, or on the CPU as if it were one; `tests/vllm/test_row_pools.py` has the kernel itself.
-"""
+On the fake device, or on the CPU as if it were one; `tests/vllm/test_row_pools.py` has the kernel
+itself."""
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -34,8 +34,10 @@ from ttft import make_model
 LAYERS, LONG, SHORT, FEW = 3, 4096, 768, 4  # tokens; sequences that a backend with buffers takes
 ROUNDING = 0.03  # relative, of KV in bfloat16 behind some layers
 CUDA = torch.device("cuda", 0)
-TILE = 64 // (VLLM_SHAPE["num_attention_heads"] // VLLM_SHAPE["num_key_value_heads"])  # tokens; a backend's is twice it
-ROW = 2 * VLLM_SHAPE["num_key_value_heads"] * VLLM_SHAPE["head_dim"] * torch.bfloat16.itemsize  # bytes of a token
+# tokens; a backend's is twice it
+TILE = 64 // (VLLM_SHAPE["num_attention_heads"] // VLLM_SHAPE["num_key_value_heads"])
+# bytes of a token
+ROW = 2 * VLLM_SHAPE["num_key_value_heads"] * VLLM_SHAPE["head_dim"] * torch.bfloat16.itemsize
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
@@ -43,7 +45,11 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     folder = tmp_path_factory.mktemp("model")
     make_model(folder, LAYERS, MAX_LENGTH, VLLM_SHAPE, dtype="bfloat16")
-    settings = {"max_model_len": 2 * LONG, "max_num_batched_tokens": 2 * LONG, "num_gpu_blocks_override": LONG // 4}
+    settings = {
+        "max_model_len": 2 * LONG,
+        "max_num_batched_tokens": 2 * LONG,
+        "num_gpu_blocks_override": LONG // 4,
+    }
     with process_groups():
         yield LoadedModel.of(folder, max_num_seqs=FEW, **settings)
 
@@ -59,7 +65,9 @@ def recoveries(host: ModelHost, tokens: int = SHORT) -> Recoveries:
     return Recoveries(host, read, documents(tokens), asked)
 
 
-def recovered(host: ModelHost, policy: str, copies: int = 1, number: int = 0, tokens: int = SHORT) -> list[Tensor]:
+def recovered(
+    host: ModelHost, policy: str, copies: int = 1, number: int = 0, tokens: int = SHORT
+) -> list[Tensor]:
     """By layer what the cache then has of one of so many prompts."""
     recover = recoveries(host, tokens)
     recover(parse_policy(policy), copies)
@@ -95,7 +103,9 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]
 
 
 @needs_triton
-def test_tritons_kernels_recover_it_too(loaded: LoadedModel, on_cpus: None, with_triton: Callable[[], None]):
+def test_tritons_kernels_recover_it_too(
+    loaded: LoadedModel, on_cpus: None, with_triton: Callable[[], None]
+):
     expected = recovered(loaded.host("cpu"), "epic", tokens=SHORT // 4)
     with_triton()
     assert close(recovered(loaded.host("cpu"), "epic", tokens=SHORT // 4), expected)
@@ -112,8 +122,8 @@ POLICIES = ("naive", "spread", "transitive")
 
 
 def reads(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, float]]:
-    """By policy the bytes of KV that attention reads in all layers; and what tiles would read that are full, and whose
-    rows all see what the last one sees."""
+    """By policy the bytes of KV that attention reads in all layers; and what tiles would read that
+    are full, and whose rows all see what the last one sees."""
     chunks: list[PrefillChunk] = []
     metadata_of, found = RowChunks.metadata, {}
 
@@ -141,7 +151,9 @@ def tokens_read(chunk: PrefillChunk) -> float:
     return float(seen[:first].sum() / (2 * TILE) + seen[first:].sum() / TILE)
 
 
-def test_keys_and_values_are_read_once_for_a_tile_of_rows(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
+def test_keys_and_values_are_read_once_for_a_tile_of_rows(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+):
     found = reads(loaded, monkeypatch)
     monkeypatch.setattr(group_attention, "BACKENDS", ())
     by_run = reads(loaded, monkeypatch)
@@ -192,7 +204,9 @@ def test_buffers_of_a_backend_are_never_overrun(
 def test_rows_come_back_in_their_order(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
     """States and queries of a layer whose rows are computed long runs first."""
     where = torch.zeros(600, dtype=torch.bool)
-    where[[3, 9, *range(20, 20 + LONG_RUN), 200, 201, 350, *range(400, 400 + 2 * LONG_RUN), 599]] = True
+    where[
+        [3, 9, *range(20, 20 + LONG_RUN), 200, 201, 350, *range(400, 400 + 2 * LONG_RUN), 599]
+    ] = True
     found = []
     for devices in ((), ("cpu",)):
         monkeypatch.setattr(group_attention, "DEVICES", devices)
@@ -201,7 +215,9 @@ def test_rows_come_back_in_their_order(loaded: LoadedModel, monkeypatch: pytest.
         with torch.inference_mode():
             for attention in host.attentions:
                 attention.kv_cache.normal_(generator=torch.Generator().manual_seed(0))
-            ctx = VllmPrefill(host, Plan.for_prompt(600, BLOCK), torch.arange(600), [[table]], table[:, None])
+            ctx = VllmPrefill(
+                host, Plan.for_prompt(600, BLOCK), torch.arange(600), [[table]], table[:, None]
+            )
             hidden = ctx.layer(0, ctx.embed(where))
             found.append(
                 (
@@ -222,12 +238,24 @@ NEEDS_BACKEND: dict[str, tuple[Callable[[Any], Any], str]] = {
     "soft cap": (lambda layer: setattr(layer.impl, "logits_soft_cap", 30.0), "a soft cap"),
     "ALiBi": (lambda layer: setattr(layer.impl, "alibi_slopes", torch.ones(8)), "ALiBi"),
     "sinks": (lambda layer: setattr(layer.impl, "sinks", torch.ones(8)), "sinks"),
-    "encoder": (lambda layer: setattr(layer.impl, "attn_type", AttentionType.ENCODER_ONLY), "an encoder"),
+    "encoder": (
+        lambda layer: setattr(layer.impl, "attn_type", AttentionType.ENCODER_ONLY),
+        "an encoder",
+    ),
     "lookback": (lambda layer: setattr(layer.impl, "chunk_lookback", 2), "attention in chunks"),
-    "sharing": (lambda layer: setattr(layer.impl, "kv_sharing_target_layer_name", "0"), "the cache of another layer"),
-    "FP8": (lambda layer: setattr(layer, "kv_cache", layer.kv_cache.view(torch.uint8)), "KV cache dtype auto"),
+    "sharing": (
+        lambda layer: setattr(layer.impl, "kv_sharing_target_layer_name", "0"),
+        "the cache of another layer",
+    ),
+    "FP8": (
+        lambda layer: setattr(layer, "kv_cache", layer.kv_cache.view(torch.uint8)),
+        "KV cache dtype auto",
+    ),
     "size": (lambda layer: setattr(layer, "head_size_v", 16), "values of another size than keys"),
-    "padding": (lambda layer: setattr(layer, "kv_cache", layer.kv_cache[..., :-2]), "a cache that is not rows"),
+    "padding": (
+        lambda layer: setattr(layer, "kv_cache", layer.kv_cache[..., :-2]),
+        "a cache that is not rows",
+    ),
 }
 
 
@@ -248,11 +276,16 @@ def test_what_our_kernel_does_not_compute_stays_with_the_backend(loaded: LoadedM
 
 
 @pytest.mark.parametrize(("backend", "splits", "limit"), [
-    ("FLASH_ATTN", True, None), ("TRITON_ATTN", True, None), ("FLASHINFER", True, FEW), ("FLASHMLA", False, FEW),
+    ("FLASH_ATTN", True, None), ("TRITON_ATTN", True, None), ("FLASHINFER", True, FEW), ("FLASHMLA",
+    False, FEW),
     ("FLEX_ATTENTION", False, FEW),
 ])  # fmt: skip
 def test_what_attends_is_decided_when_a_worker_starts(
-    loaded: LoadedModel, backend: str, splits: bool, limit: int | None, caplog: pytest.LogCaptureFixture
+    loaded: LoadedModel,
+    backend: str,
+    splits: bool,
+    limit: int | None,
+    caplog: pytest.LogCaptureFixture,
 ):
     with torch.inference_mode(), FakeDevice(), caplog.at_level("INFO", "kvgraft"):
         attention = loaded.host("cuda", backend).attention
@@ -262,9 +295,17 @@ def test_what_attends_is_decided_when_a_worker_starts(
     assert backend in caplog.text
 
 
-def test_on_cpus_vllms_kernel_attends_to_all_rows_as_ever(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(group_attention, "segpaged_attention", lambda *_: pytest.fail("our kernel attends"))
+def test_on_cpus_vllms_kernel_attends_to_all_rows_as_ever(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        group_attention, "segpaged_attention", lambda *_: pytest.fail("our kernel attends")
+    )
     attention = loaded.host("cpu").attention
-    assert (attention.splits_rows, attention.max_runs, attention.max_long_runs) == (False, None, None)
+    assert (attention.splits_rows, attention.max_runs, attention.max_long_runs) == (
+        False,
+        None,
+        None,
+    )
     assert [group.reasons for group in attention.groups] == [("device cpu",)]
     recovered(loaded.host("cpu"), "spread")

@@ -65,9 +65,13 @@ def test_the_plugin_comes_first_and_nothing_may_last_longer_than_a_call():
     assert {word for word in grid if "k-" in word} == expected
 
 
-def test_what_fails_and_prints_is_on_the_page_with_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_fails_and_prints_is_on_the_page_with_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     code = "import sys; print('{\"a\": 1}'); sys.exit('it broke')"
-    both = gpu.Measurement("both", "Both", "nothing", ("-c", code), (), (), lambda found: [("a", str(found["a"]))])
+    both = gpu.Measurement(
+        "both", "Both", "nothing", ("-c", code), (), (), lambda found: [("a", str(found["a"]))]
+    )
     monkeypatch.setattr(gpu, "measurements", lambda device: [both])
     status, _ = invoke("--device", "cpu", "--small", "--out", str(tmp_path))
     page = (tmp_path / "gpu.md").read_text()
@@ -77,10 +81,24 @@ def test_what_fails_and_prints_is_on_the_page_with_its_rows(tmp_path: Path, monk
 
 
 def test_a_measurement_that_fails_is_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    broken = gpu.Measurement("broken", "Broken", "nothing", ("benchmarks/align.py",), (), ("--dtype", "int8"), list)
-    missing = gpu.Measurement("missing", "Missing", "nothing", ("-c", ""), (), (), list, needs="no_such_package")
+    broken = gpu.Measurement(
+        "broken", "Broken", "nothing", ("benchmarks/align.py",), (), ("--dtype", "int8"), list
+    )
+    missing = gpu.Measurement(
+        "missing", "Missing", "nothing", ("-c", ""), (), (), list, needs="no_such_package"
+    )
     monkeypatch.setattr(gpu, "measurements", lambda device: [broken, missing])
-    code, _ = invoke("--device", "cpu", "--small", "--only", "broken", "--only", "missing", "--out", str(tmp_path))
+    code, _ = invoke(
+        "--device",
+        "cpu",
+        "--small",
+        "--only",
+        "broken",
+        "--only",
+        "missing",
+        "--out",
+        str(tmp_path),
+    )
     page = (tmp_path / "gpu.md").read_text()
     assert code == 1
     assert "exit status 2" in page

@@ -36,7 +36,18 @@ def test_a_row_for_each_server_with_ratios_to_the_unscored_one():
 def test_real_servers_are_driven_and_answers_scored():
     app = typer.Typer()
     app.command()(command.main)
-    arguments = ["--share", "1", "--tokens", "512", "--requests", "4", "--rounds", "1", "--layers", "1"]
+    arguments = [
+        "--share",
+        "1",
+        "--tokens",
+        "512",
+        "--requests",
+        "4",
+        "--rounds",
+        "1",
+        "--layers",
+        "1",
+    ]
     result = CliRunner().invoke(app, [*arguments, "--max-tokens", "4", "--json"])
     assert result.exit_code == 0, result.output
     turns = json.loads(result.stdout)["turns"]

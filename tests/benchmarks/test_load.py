@@ -22,8 +22,18 @@ def test_percentiles_are_interpolated():
 
 
 def test_a_summary_adds_up():
-    second = replace(GOOD, start_s=11.0, first_s=12.5, end_s=14.0, gaps_s=(0.2,), cached_tokens=0, output_tokens=2)
-    second = replace(second, report={"grafted_tokens": 0, "recomputed_tokens": 0, "reason": "no_match"})
+    second = replace(
+        GOOD,
+        start_s=11.0,
+        first_s=12.5,
+        end_s=14.0,
+        gaps_s=(0.2,),
+        cached_tokens=0,
+        output_tokens=2,
+    )
+    second = replace(
+        second, report={"grafted_tokens": 0, "recomputed_tokens": 0, "reason": "no_match"}
+    )
     failed = replace(GOOD, error="boom", end_s=99.0, prompt_tokens=1000)
     silent = replace(GOOD, first_s=None, end_s=99.0)
     summary = Summary.of([GOOD, second, failed, silent, failed])
@@ -58,8 +68,12 @@ def test_a_summary_of_failures_can_be_printed():
 
 def test_pauses_overlap_the_window():
     times = [0.0, 5.0, 6.0, 9.0, 9.5]
-    assert pauses_within(times, 5.5, 9.2) == [1.0, 3.0, 0.5], "the pause before the window does not count"
-    assert pauses_within(times, 4.0, 9.2) == [5.0, 1.0, 3.0, 0.5], "one that reaches into it counts whole"
+    assert pauses_within(times, 5.5, 9.2) == [1.0, 3.0, 0.5], (
+        "the pause before the window does not count"
+    )
+    assert pauses_within(times, 4.0, 9.2) == [5.0, 1.0, 3.0, 0.5], (
+        "one that reaches into it counts whole"
+    )
     assert pauses_within(times, 5.5, 5.8) == [1.0]
     assert pauses_within(times, 9.6, 20.0) == []
 
@@ -78,7 +92,9 @@ def test_figures_know_their_target():
 
 
 def test_the_promises_are_those_of_the_project():
-    promised = {name: (s.target, s.at_most, s.shape.tokens, s.shape.reuse) for name, s in PROMISED.items()}
+    promised = {
+        name: (s.target, s.at_most, s.shape.tokens, s.shape.reuse) for name, s in PROMISED.items()
+    }
     assert promised == {
         "nothing": (1.02, True, 1024, 0.0),
         "4k90": (2.7, False, 4096, 0.9),
@@ -88,14 +104,19 @@ def test_the_promises_are_those_of_the_project():
         "sparsex-4k90": (2.7, False, 4096, 0.9),
         "sparsex-8k98": (6.0, False, 8192, 0.98),
     }
-    assert [name for name, s in SCENARIOS.items() if s.kvgraft] == ["sparsex-4k90", "sparsex-8k98"], "the default first"
+    assert [name for name, s in SCENARIOS.items() if s.kvgraft] == [
+        "sparsex-4k90",
+        "sparsex-8k98",
+    ], "the default first"
     assert SCENARIOS["nothing"].rounds >= 20
 
 
 def test_growth_is_that_after_the_first_third():
     warming = [(minute / 6, 500 + 100 * min(minute, 20)) for minute in range(61)]
     assert growth(warming) == pytest.approx((0.0, 0.0), abs=1e-6)
-    assert growth([(at, mib + 3 * at) for at, mib in warming]) == pytest.approx((3.0, 0.0), abs=1e-6)
+    assert growth([(at, mib + 3 * at) for at, mib in warming]) == pytest.approx(
+        (3.0, 0.0), abs=1e-6
+    )
     swaying = growth([(at, mib + 20 * (-1) ** number) for number, (at, mib) in enumerate(warming)])
     assert swaying is not None
     slope, error = swaying

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.vllm
 def test_both_sides_are_measured():
     script = Path(servers.__file__).parent / "overhead.py"
     options = ["--tokens", "64", "--turns", "2", "--layers", "1", "--rounds", "3", "--json"]
-    ended = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, timeout=300, check=True)
+    ended = subprocess.run(
+        [sys.executable, script, *options], capture_output=True, text=True, timeout=300, check=True
+    )
     result = json.loads(ended.stdout.splitlines()[-1])
     assert (result["configuration"]["tokens"], result["configuration"]["turns"]) == (64, 2)
     assert 0 < result["low"] <= result["ratio"] <= result["high"]

@@ -32,7 +32,9 @@ def test_queries_hold_their_documents_in_order_and_no_text_twice():
     corpus = make_corpus(12, rng)
     asked = list(make_queries(corpus, 40, 3, 0.9, rng))
     for one in asked:
-        assert one.tokens[OPENING:-QUESTION] == [token for number in one.documents for token in corpus[number]]
+        assert one.tokens[OPENING:-QUESTION] == [
+            token for number in one.documents for token in corpus[number]
+        ]
         assert len(set(one.documents)) == 3
     assert len({tuple(one.tokens[:OPENING]) for one in asked}) == 40
     counts = np.bincount([number for one in asked for number in one.documents], minlength=12)
@@ -57,11 +59,23 @@ def test_what_cannot_be_asked_is_refused(arguments: list[str], message: str):
 def test_a_pool_that_holds_all_gives_all_back(tmp_path: Path):
     told = []
     for name in ("one", "two"):
-        options = ["--queries", "16", "--documents", "8", "--pool", "6", "--ours", "--kvgraft-costs=tokens", "--json"]
+        options = [
+            "--queries",
+            "16",
+            "--documents",
+            "8",
+            "--pool",
+            "6",
+            "--ours",
+            "--kvgraft-costs=tokens",
+            "--json",
+        ]
         beside = ["--beside", str(tmp_path / "one.json")] if told else []
         done = CliRunner().invoke(APP, [*options, *beside, "--plot", str(tmp_path / f"{name}.png")])
         assert done.exit_code == 0, done.output
-        (tmp_path / f"{name}.json").write_text(next(x for x in done.output.splitlines() if x.startswith("{")))
+        (tmp_path / f"{name}.json").write_text(
+            next(x for x in done.output.splitlines() if x.startswith("{"))
+        )
         told.append(json.loads((tmp_path / f"{name}.json").read_text())["curve"])
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
     assert told[0]["ideal"] == told[1]["ideal"]

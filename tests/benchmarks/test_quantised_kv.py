@@ -1,4 +1,5 @@
-"""FP8 in name only rounds as vLLM's own kernels do, and figures are those of the answers that were given."""
+"""FP8 in name only rounds as vLLM's own kernels do, and figures are those of the answers that were
+given."""
 
 import pytest
 
@@ -17,7 +18,9 @@ def test_it_rounds_as_the_kernels_of_the_platform(spread: float):
     numbers = spread * torch.randn(32, 1, 64, generator=torch.Generator().manual_seed(0))
     packed = torch.zeros(1, 1, 64, 64, dtype=torch.uint8)
     keys, values = packed.chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(numbers, numbers, keys, values, torch.arange(32), "vec", kv_cache_dtype="fp8")
+    ops.cpu_attn_reshape_and_cache(
+        numbers, numbers, keys, values, torch.arange(32), "vec", kv_cache_dtype="fp8"
+    )
     written = values.reshape(32, 1, 64).view(torch.float8_e4m3fn).float()
     assert torch.equal(towards_zero(numbers), written)
 

@@ -50,7 +50,8 @@ class Sent:
 
 @dataclass(eq=False)
 class FakeServer:
-    """Answers with its name and notes who else was being answered; from `fails_at` on it refuses."""
+    """Answers with its name and notes who else was being answered; from `fails_at` on it
+    refuses."""
 
     url: str
     log: list[Sent]
@@ -60,7 +61,11 @@ class FakeServer:
     count: Counter[str] = field(default_factory=Counter)
 
     async def send(
-        self, kind: str, asked: Mapping[str, Any], max_tokens: int, extra: Mapping[str, Any] | None = None
+        self,
+        kind: str,
+        asked: Mapping[str, Any],
+        max_tokens: int,
+        extra: Mapping[str, Any] | None = None,
     ) -> Outcome:
         namespace = (extra or {})["cache_salt"]
         self.log.append(Sent(self.url, asked, namespace))
@@ -79,7 +84,10 @@ def sessions(count: int, kind: str = "append_only") -> list[Session]:
 
 
 def play(
-    made: Sequence[Session], sending: Sending, monkeypatch: pytest.MonkeyPatch, fails_at: int = 10**9
+    made: Sequence[Session],
+    sending: Sending,
+    monkeypatch: pytest.MonkeyPatch,
+    fails_at: int = 10**9,
 ) -> tuple[list[Sent], list[Replayed], list[FakeServer]]:
     """(what was sent after the warm-up, what came of it, the servers)."""
     monkeypatch.setattr(replay_traffic, "SETTLE_S", 0.0)
@@ -87,9 +95,13 @@ def play(
     servers = [FakeServer("plain", log), FakeServer("ours", log, fails_at)]
     pair = Pair(*(cast(Client, server) for server in servers))
     progress: list[tuple[int, int]] = []
-    found = asyncio.run(replay(pair, [Script(s, ENCODE) for s in made], sending, lambda *at: progress.append(at)))
+    found = asyncio.run(
+        replay(pair, [Script(s, ENCODE) for s in made], sending, lambda *at: progress.append(at))
+    )
     assert progress == sorted(set(progress))
-    assert progress[-1] == (len(progress), len(progress)), "one step for each session, of each server if they run whole"
+    assert progress[-1] == (len(progress), len(progress)), (
+        "one step for each session, of each server if they run whole"
+    )
     if sending.max_model_len > 4000:
         assert {sent.url for sent in log if sent.namespace == "warm-up"} == {"plain", "ours"}
     return [sent for sent in log if sent.namespace != "warm-up"], found, servers
@@ -101,28 +113,50 @@ def test_a_session_runs_whole_on_one_server_and_then_on_the_other(monkeypatch: p
     order = [(one.namespace, one.url) for one in sent]
     runs = [one for number, one in enumerate(order) if not number or one != order[number - 1]]
     assert runs == [
-        ("session 0", "plain"), ("session 0", "ours"), ("session 1", "ours"), ("session 1", "plain"),
+        ("session 0", "plain"), ("session 0", "ours"), ("session 1", "ours"), ("session 1",
+        "plain"),
         ("session 2", "plain"), ("session 2", "ours"),
     ]  # fmt: skip
     prompts = [ENCODE(turn.body) for session in made for turn in session.turns]
     assert [one.asked["prompt"] for one in sent if one.url == "plain"] == prompts
     assert [one.asked["prompt"] for one in sent if one.url == "ours"] == prompts
-    assert [(one.name, one.requests, len(one.pairs)) for one in found] == [(session.name, 3, 3) for session in made]
+    assert [(one.name, one.requests, len(one.pairs)) for one in found] == [
+        (session.name, 3, 3) for session in made
+    ]
 
 
-def test_one_session_at_a_time_goes_request_by_request_from_server_to_server(monkeypatch: pytest.MonkeyPatch):
+def test_one_session_at_a_time_goes_request_by_request_from_server_to_server(
+    monkeypatch: pytest.MonkeyPatch,
+):
     made = sessions(2)
     sent, found, _ = play(made, Sending(), monkeypatch)
     plain, ours = "plain", "ours"
-    assert [one.url for one in sent] == [plain, ours, ours, plain, plain, ours, ours, plain, plain, ours, ours, plain]
+    assert [one.url for one in sent] == [
+        plain,
+        ours,
+        ours,
+        plain,
+        plain,
+        ours,
+        ours,
+        plain,
+        plain,
+        ours,
+        ours,
+        plain,
+    ]
     assert [one.namespace for one in sent] == ["session 0"] * 6 + ["session 1"] * 6
     prompts = [ENCODE(turn.body) for session in made for turn in session.turns]
     for server in (plain, ours):
         assert [one.asked["prompt"] for one in sent if one.url == server] == prompts
-    assert [(one.name, one.requests, len(one.pairs)) for one in found] == [(session.name, 3, 3) for session in made]
+    assert [(one.name, one.requests, len(one.pairs)) for one in found] == [
+        (session.name, 3, 3) for session in made
+    ]
 
 
-def test_batches_run_at_once_and_shared_sessions_have_one_namespace(monkeypatch: pytest.MonkeyPatch):
+def test_batches_run_at_once_and_shared_sessions_have_one_namespace(
+    monkeypatch: pytest.MonkeyPatch,
+):
     sent, _, servers = play(sessions(5), Sending(concurrency=2, shared=True), monkeypatch)
     assert {one.namespace for one in sent} == {"shared"}
     assert [server.most_under_way for server in servers] == [2, 2]
@@ -133,14 +167,20 @@ def test_batches_run_at_once_and_shared_sessions_have_one_namespace(monkeypatch:
     assert [one.url for one in sent] == ["plain"] * 6 + ["ours"] * 12 + ["plain"] * 6
     assert servers[0].most_under_way == 2
     assert Sending(rate=1.0, batch=3).batch_of(10) == 3
-    assert play(sessions(4), Sending(rate=1e6, concurrency=1), monkeypatch)[2][0].most_under_way == 1
+    assert (
+        play(sessions(4), Sending(rate=1e6, concurrency=1), monkeypatch)[2][0].most_under_way == 1
+    )
 
 
 def test_messages_are_sent_to_chat_as_they_are(monkeypatch: pytest.MonkeyPatch):
     [session] = sessions(1)
     sent, _, _ = play([session], Sending(chat=True), monkeypatch)
     for one, turn in zip([one for one in sent if one.url == "plain"], session.turns, strict=True):
-        assert one.asked == {"messages": turn.body["messages"], "tools": turn.body["tools"], "tool_choice": "none"}
+        assert one.asked == {
+            "messages": turn.body["messages"],
+            "tools": turn.body["tools"],
+            "tool_choice": "none",
+        }
 
 
 @pytest.mark.parametrize("sending", [Sending(chat=True), Sending(own_answers=True)])
@@ -156,7 +196,11 @@ def test_own_answers_take_the_place_of_recorded_ones(monkeypatch: pytest.MonkeyP
     [session] = sessions(1)
     sent, _, _ = play([session], Sending(chat=True, own_answers=True), monkeypatch)
     for one in sent:
-        answers = [message["content"] for message in one.asked["messages"] if message["role"] == "assistant"]
+        answers = [
+            message["content"]
+            for message in one.asked["messages"]
+            if message["role"] == "assistant"
+        ]
         assert answers == [one.url] * len(answers)
     assert [len(one.asked["messages"]) for one in sent] == [2, 2, 4, 4, 6, 6]
 
@@ -179,7 +223,9 @@ def test_a_session_ends_on_a_server_that_fails(monkeypatch: pytest.MonkeyPatch):
     assert endings([found]) == ["append_only-0 was cut (ours): request 2 failed: refused"]
 
 
-@pytest.mark.parametrize("wrong", [{"max_tokens": 0}, {"rate": -1.0}, {"batch": -1}, {"max_model_len": 1}])
+@pytest.mark.parametrize(
+    "wrong", [{"max_tokens": 0}, {"rate": -1.0}, {"batch": -1}, {"max_model_len": 1}]
+)
 def test_how_to_send_is_checked(wrong: dict[str, Any]):
     [(name, value)] = wrong.items()
     with pytest.raises(ValueError, match=f"{name} must be at least .*, got {value}"):
@@ -189,7 +235,10 @@ def test_how_to_send_is_checked(wrong: dict[str, Any]):
 def answered(ttft: float, cached: int, **kinds: int) -> Outcome:
     kinds = {"prefix": 0, "continued": 0, "grafted": 0, "recomputed": 0} | kinds
     fresh = 100 - kinds["prefix"] - kinds["continued"] - kinds["grafted"]
-    report = {f"{kind}_tokens": count for kind, count in kinds.items()} | {"fresh_tokens": fresh, "outcome": "grafted"}
+    report = {f"{kind}_tokens": count for kind, count in kinds.items()} | {
+        "fresh_tokens": fresh,
+        "outcome": "grafted",
+    }
     return Outcome("reordered", 10.0, 10.0 + ttft, 15.0, (0.1, 0.3), 100, 3, cached, report)
 
 
@@ -210,9 +259,13 @@ FOUND = [
 def test_kinds_are_counted_turn_by_turn():
     first, second = turn_rows(FOUND)
     assert (first.turn, first.requests, first.prompt_tokens, first.plain) == (1, 2, 100.0, 0.3)
-    assert first.kinds == pytest.approx({"prefix": 0.295, "continued": 0.0, "grafted": 0.0, "fresh": 0.705})
+    assert first.kinds == pytest.approx(
+        {"prefix": 0.295, "continued": 0.0, "grafted": 0.0, "fresh": 0.705}
+    )
     assert (first.plain_ttft_s, first.ours_ttft_s) == (2.5, 1.5)
-    assert second.kinds == pytest.approx({"prefix": 0.3, "continued": 0.2, "grafted": 0.4, "fresh": 0.1})
+    assert second.kinds == pytest.approx(
+        {"prefix": 0.3, "continued": 0.2, "grafted": 0.4, "fresh": 0.1}
+    )
     assert second.recomputed == pytest.approx(0.1)
     assert second.reused == pytest.approx(0.9)
     assert all_turns(FOUND).requests == 3
@@ -223,7 +276,10 @@ def test_kinds_are_counted_turn_by_turn():
 def test_a_request_that_finds_less_than_plain_is_told():
     assert violations(FOUND) == [Violation("two", 1, 60, 59)]
     lines = lines_of_replay(FOUND, own_answers=False)
-    assert "less exact and continued than plain's prefix: 1 of 3 requests: two request 1 (59 < 60)" in lines
+    assert (
+        "less exact and continued than plain's prefix: 1 of 3 requests: two request 1 (59 < 60)"
+        in lines
+    )
     many = lines_of_replay([replace(FOUND[1], name=str(n)) for n in range(7)], own_answers=False)
     assert many[1].endswith("4 request 1 (59 < 60), 2 more")
     assert violations(FOUND[:1]) == [], "continued tokens count"
@@ -240,7 +296,9 @@ def test_the_ratio_is_that_of_sessions():
     assert slower.low < slower.value < slower.high
     assert (
         f"total TTFT of a session, ours / plain: {slower.value:.3f}"
-        in lines_of_replay([*FOUND, replayed((answered(1.0, 0), answered(2.0, 0)))], own_answers=False)[0]
+        in lines_of_replay(
+            [*FOUND, replayed((answered(1.0, 0), answered(2.0, 0)))], own_answers=False
+        )[0]
     )
 
 
@@ -250,7 +308,9 @@ def told(one: Outcome, **more: Any) -> Outcome:
 
 
 def test_what_was_foretold_and_what_came():
-    would = told(answered(3.0, 0), shadow_graftable_tokens=40, estimated_full_s=2.5, estimated_reuse_s=1.0)
+    would = told(
+        answered(3.0, 0), shadow_graftable_tokens=40, estimated_full_s=2.5, estimated_reuse_s=1.0
+    )
     did = told(answered(1.0, 40, grafted=40), estimated_full_s=2.5, estimated_reuse_s=0.5)
     missed = told(answered(3.0, 0)), told(answered(2.0, 0))
     found = Prediction.of([replayed((would, did), missed)])
@@ -319,5 +379,8 @@ def test_real_servers_answer_the_same_sessions_and_ours_reuses_more(tmp_path: Pa
     for session in found["sessions"]:
         for plain, ours in zip(session["plain"], session["ours"], strict=True):
             assert plain["prompt_tokens"] == ours["prompt_tokens"]
-            assert ours["cached_tokens"] == ours["prefix_tokens"] + ours["continued_tokens"] + ours["grafted_tokens"]
+            assert (
+                ours["cached_tokens"]
+                == ours["prefix_tokens"] + ours["continued_tokens"] + ours["grafted_tokens"]
+            )
     assert (tmp_path / "replay.png").stat().st_size > 10_000

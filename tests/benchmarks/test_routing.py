@@ -18,8 +18,18 @@ def samples(registry: CollectorRegistry) -> list:
 
 def test_a_standin_waits_for_what_is_new(tmp_path: Path):
     words = " ".join(f"word{number}" for number in range(320))
-    arguments = ["--pool", "640", "--speed", "1000", "--disable-access-log-for-endpoints", "/health,/metrics"]
-    with running(arguments, {}, tmp_path / "log", program=routing.STANDIN) as server, httpx.Client() as client:
+    arguments = [
+        "--pool",
+        "640",
+        "--speed",
+        "1000",
+        "--disable-access-log-for-endpoints",
+        "/health,/metrics",
+    ]
+    with (
+        running(arguments, {}, tmp_path / "log", program=routing.STANDIN) as server,
+        httpx.Client() as client,
+    ):
         asked = {"model": "stand-in", "prompt": words, "max_tokens": 2, "stream": True}
         told = []
         for _ in range(2):
@@ -32,7 +42,9 @@ def test_a_standin_waits_for_what_is_new(tmp_path: Path):
         metrics = client.get(f"{server.url}/metrics").text
     assert told[0]["waited_s"] > 0.31
     assert [event["usage"]["known_tokens"] for event in (*told, whole)] == [0, 320, 320]
-    found = {s.name: s for family in text_string_to_metric_families(metrics) for s in family.samples}
+    found = {
+        s.name: s for family in text_string_to_metric_families(metrics) for s in family.samples
+    }
     assert found["vllm:prompt_tokens_total"].value == 960
     assert found["vllm:cache_config_info"].labels == {"block_size": "16", "num_gpu_blocks": "40"}
 
@@ -49,7 +61,11 @@ def test_what_was_before_does_not_count():
         figures.routing.labels("ranking").observe(0.0003)
     found = routing.counted_since(before, samples(figures.registry))
     through = [routing.Sent(0.010, 100, 50), routing.Sent(0.012, 100, 0), None]
-    straight = [routing.Sent(0.001, 100, 0), routing.Sent(0.002, 100, 0), routing.Sent(0.002, 100, 0)]
+    straight = [
+        routing.Sent(0.001, 100, 0),
+        routing.Sent(0.002, 100, 0),
+        routing.Sent(0.002, 100, 0),
+    ]
     row = routing.row_of(2, through, straight, found)
     assert (row.requests, row.failed, row.tokens, row.known) == (2, 1, 100, 0.25)
     assert row.routed == {"load": 0.0, "text": 100.0, "error": 0.0}

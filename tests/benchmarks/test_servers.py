@@ -23,11 +23,16 @@ with start(ServerOptions(Path({str(MODEL_DIR)!r}))):
 
 
 def test_every_server_has_the_same_settings_and_its_own_flags():
-    options = ServerOptions(Path("model"), max_num_batched_tokens=512, threads=2, kv_gib=3, flags=("--seed", "1"))
+    options = ServerOptions(
+        Path("model"), max_num_batched_tokens=512, threads=2, kv_gib=3, flags=("--seed", "1")
+    )
     arguments = options.arguments()
     assert arguments[0] == "model"
     assert arguments[-4:] == ["--max-num-batched-tokens", "512", "--seed", "1"]
-    assert options.environment().items() >= {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": "0,1"}.items()
+    assert (
+        options.environment().items()
+        >= {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": "0,1"}.items()
+    )
     assert "--max-num-batched-tokens" not in ServerOptions(Path("model")).arguments()
     assert THREADS >= 1, "vLLM would choose another number with a connector than without"
 
@@ -37,7 +42,10 @@ def test_two_servers_share_a_gpu_and_vllm_makes_up_weights():
     assert "--load-format dummy" in " ".join(arguments)
     assert 2 * float(arguments[arguments.index("--gpu-memory-utilization") + 1]) < 0.95
     assert "--enforce-eager" in arguments
-    assert "--enforce-eager" not in ServerOptions(Path("model"), device="cuda", compiled=True).arguments()
+    assert (
+        "--enforce-eager"
+        not in ServerOptions(Path("model"), device="cuda", compiled=True).arguments()
+    )
     assert ServerOptions(Path("model"), device="cuda").environment() == {}
     assert "--gpu-memory-utilization" not in ServerOptions(Path("model")).arguments()
 

@@ -1,4 +1,5 @@
-"""Generated sessions have the shape that their kind says, and come back from JSONL as they were written."""
+"""Generated sessions have the shape that their kind says, and come back from JSONL as they were
+written."""
 
 import json
 from collections import Counter
@@ -12,7 +13,17 @@ from typer.testing import CliRunner
 from kvgraft.testbed import MODEL_DIR
 from sessions import KINDS, SessionShape, as_completions, bundled_words, make_sessions
 from sessions import main as write_sessions
-from traces import Body, OwnAnswers, Session, Turn, hashed, lines_of, read_traces, text_of_body, tokenised
+from traces import (
+    Body,
+    OwnAnswers,
+    Session,
+    Turn,
+    hashed,
+    lines_of,
+    read_traces,
+    text_of_body,
+    tokenised,
+)
 
 WORDS = bundled_words()
 SHAPE = SessionShape(turns=5).scaled(0.02)
@@ -20,7 +31,10 @@ RUN = 16  # equal words in a row are known text
 
 
 def bodies(kind: str, shape: SessionShape = SHAPE, count: int = 3) -> list[list[Body]]:
-    return [[turn.body for turn in session.turns] for session in make_sessions(kind, shape, count, WORDS, 0)]
+    return [
+        [turn.body for turn in session.turns]
+        for session in make_sessions(kind, shape, count, WORDS, 0)
+    ]
 
 
 def questions(session: list[Body]) -> list[Body]:
@@ -47,7 +61,10 @@ def alike(one: str, other: str) -> bool:
 
 
 def common_start(one: list[int], other: list[int]) -> int:
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -58,7 +75,9 @@ def test_equal_seeds_give_equal_sessions(kind: str):
     assert len({session.name for session in made}) == 3
     times = [[turn.at_s for turn in session.turns] for session in made]
     assert all(a < b for one in times for a, b in pairwise(one))
-    assert [session.kind for session in made] == (list(KINDS[:3]) if kind == "mixed" else [kind] * 3)
+    assert [session.kind for session in made] == (
+        list(KINDS[:3]) if kind == "mixed" else [kind] * 3
+    )
 
 
 def test_an_append_only_session_is_a_chain_of_prefixes():
@@ -99,7 +118,10 @@ def test_a_reordered_session_begins_with_the_last_request_until_it_is_summarised
     shape = SessionShape(turns=8, tool_share=0.0, context_tokens=10**6)
     for session in bodies("reordered", shape.scaled(0.02)):
         assert len(session) == 8
-        assert all(two["messages"][: len(one["messages"])] == one["messages"] for one, two in pairwise(session))
+        assert all(
+            two["messages"][: len(one["messages"])] == one["messages"]
+            for one, two in pairwise(session)
+        )
     for session in bodies("reordered", SessionShape(turns=8, context_tokens=40_000).scaled(0.02)):
         summaries = [n for n, body in enumerate(session) if "tools" not in body]
         assert summaries
@@ -107,7 +129,9 @@ def test_a_reordered_session_begins_with_the_last_request_until_it_is_summarised
             before, after = session[n - 1]["messages"], session[n + 1]["messages"]
             assert len(after) < len(before) + 2
             assert after[0] == before[0], "the system prompt stays"
-            assert [message["role"] for message in after[1:3]] == ["user", "user"], "the summary, and the last exchange"
+            assert [message["role"] for message in after[1:3]] == ["user", "user"], (
+                "the summary, and the last exchange"
+            )
             assert after[2] == [message for message in before if message["role"] == "user"][-1]
             assert session[n]["messages"][-1]["content"].count("assistant :") >= 1
 
@@ -132,7 +156,9 @@ def test_known_and_edited_documents_have_their_shares():
 
 def test_tool_results_follow_their_calls():
     found = 0
-    for session in bodies("reordered", SessionShape(turns=8, tool_share=0.5, context_tokens=40_000).scaled(0.02)):
+    for session in bodies(
+        "reordered", SessionShape(turns=8, tool_share=0.5, context_tokens=40_000).scaled(0.02)
+    ):
         for body in questions(session):
             messages = body["messages"]
             names = [tool["function"]["name"] for tool in body["tools"]]
@@ -187,13 +213,19 @@ def test_the_command_writes_what_is_read_again(tmp_path: Path):
     assert CliRunner().invoke(app, arguments).exit_code == 0
     entries = [json.loads(line) for line in out.read_text().splitlines()]
     assert all(entry.keys() == {"session", "timestamp", "body"} for entry in entries)
-    assert [entry["timestamp"] for entry in entries] == sorted(entry["timestamp"] for entry in entries)
+    assert [entry["timestamp"] for entry in entries] == sorted(
+        entry["timestamp"] for entry in entries
+    )
     made = make_sessions("reordered", SessionShape(turns=3).scaled(0.01), 3, WORDS, 0)
     found, skipped = read_traces([out], 9)
     assert skipped == 0
-    assert {s.name: [t.body for t in s.turns] for s in found} == {s.name: [t.body for t in s.turns] for s in made}
+    assert {s.name: [t.body for t in s.turns] for s in found} == {
+        s.name: [t.body for t in s.turns] for s in made
+    }
     assert CliRunner().invoke(app, [*arguments, "--completions"]).exit_code == 0
-    prompts = [turn.body["prompt"] for session in read_traces([out], 9)[0] for turn in session.turns]
+    prompts = [
+        turn.body["prompt"] for session in read_traces([out], 9)[0] for turn in session.turns
+    ]
     assert prompts == [text_of_body(turn.body) for session in made for turn in session.turns]
     refused = CliRunner().invoke(app, [*arguments, "--kind", "rag"])
     assert refused.exit_code == 2
@@ -210,7 +242,12 @@ def test_recordings_of_other_forms_are_read(tmp_path: Path):
         {"type": "request", "timestamp_rel_s": 0.0, "body": None},
     )))  # fmt: skip
     dated = {"session": "c", "timestamp": "1970-01-01T00:00:05+00:00", "body": {"prompt": "dated"}}
-    lines = ({"prompt": "bare"}, dated, {"prompt": "x", "user": "d"}, {"session_id": 7, "body": {"prompt": "y"}})
+    lines = (
+        {"prompt": "bare"},
+        dated,
+        {"prompt": "x", "user": "d"},
+        {"session_id": 7, "body": {"prompt": "y"}},
+    )
     (tmp_path / "b.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     found, skipped = read_traces([tmp_path], 9)
     assert [session.name for session in found] == ["a", "b", "c", "d", "7"]
@@ -252,7 +289,9 @@ def test_hashed_text_keeps_its_repetitions_and_no_others():
     encode = hashed(4096)
     text = bodies("novel")[0][0]["messages"][0]["content"]
     ids = encode({"prompt": text})
-    assert len(ids) == pytest.approx(len(text.split()), rel=0.02), "nearly every word of the bundled model is a piece"
+    assert len(ids) == pytest.approx(len(text.split()), rel=0.02), (
+        "nearly every word of the bundled model is a piece"
+    )
     assert len(set(ids)) > 0.8 * len(set(text.split())), "few words share an id"
     assert min(ids) >= 1
     assert max(ids) < 4096
@@ -286,14 +325,20 @@ def test_own_answers_stand_where_the_recorded_ones_did():
     assert [message["content"] for message in aside["messages"]] == ["summarise"]
     own.answered("a summary")
     later = own.body({"messages": [user("a recorded summary"), recorded, user("three")]})
-    assert [message["content"] for message in later["messages"]] == ["a recorded summary", "ours", "three"]
+    assert [message["content"] for message in later["messages"]] == [
+        "a recorded summary",
+        "ours",
+        "three",
+    ]
 
 
 def test_prompts_are_the_text_of_bodies():
     [session] = make_sessions("append_only", SHAPE, 1, WORDS, 0)
     [written] = as_completions([session])
     assert written.name == session.name
-    assert [turn.body["prompt"] for turn in written.turns] == [text_of_body(turn.body) for turn in session.turns]
+    assert [turn.body["prompt"] for turn in written.turns] == [
+        text_of_body(turn.body) for turn in session.turns
+    ]
     late = Session("x", "recorded", (Turn(2.0, {"prompt": "b"}), Turn(1.0, {"prompt": "a"})))
     lines = [json.loads(line) for line in lines_of([late])]
     assert [line["body"]["prompt"] for line in lines] == ["a", "b"]

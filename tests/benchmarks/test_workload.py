@@ -88,7 +88,9 @@ def test_without_reuse_nothing_is_known(kind: str):
 
 @examples(40)
 @given(st.integers(200, 3000), st.floats(0, 0.98), st.integers(1, 40), st.integers(0, 9))
-def test_rag_prompts_have_exactly_the_length_asked(tokens: int, reuse: float, max_tokens: int, seed: int):
+def test_rag_prompts_have_exactly_the_length_asked(
+    tokens: int, reuse: float, max_tokens: int, seed: int
+):
     for ask in make_workload("rag", Shape(tokens, reuse, max_tokens), 3, WORDS, seed):
         if ask.timed:
             assert len(ENCODE(prompt(ask))) == tokens
@@ -108,7 +110,9 @@ def test_a_chat_grows_by_question_and_answer():
     texts = [prompt(ask) for ask in session]
     for (before, now), ask in zip(pairwise(texts), session, strict=False):
         assert now.startswith(f"{before} {answer(ask)} ")
-    assert [m.role for m in session[-1].messages] == ["user", "assistant"] * (len(session) - 1) + ["user"]
+    assert [m.role for m in session[-1].messages] == ["user", "assistant"] * (len(session) - 1) + [
+        "user"
+    ]
     assert answer(session[-1]) in prompt(quote)
     assert not prompt(quote).startswith(texts[0][:40])
 
@@ -125,17 +129,27 @@ def test_requests_need_only_earlier_ones(kind: str):
     asks = make_workload(kind, Shape(900, 0.8, 16), 11, WORDS, 0)
     for number, ask in enumerate(asks):
         assert all(other in asks[:number] for other in needed_by(ask))
-    assert [ask.timed for ask in asks] == sorted(ask.timed for ask in asks), "untimed ones come first"
+    assert [ask.timed for ask in asks] == sorted(ask.timed for ask in asks), (
+        "untimed ones come first"
+    )
 
 
 def test_equal_arguments_make_equal_text_and_others_do_not():
     shape = Shape(600, 0.8, 8)
 
-    def texts(kind: str = "mixed", shape: Shape = shape, count: int = 9, seed: object = 1) -> list[list[int]]:
+    def texts(
+        kind: str = "mixed", shape: Shape = shape, count: int = 9, seed: object = 1
+    ) -> list[list[int]]:
         return [list(ENCODE(prompt(ask))) for ask in make_workload(kind, shape, count, WORDS, seed)]
 
     assert texts() == texts()
-    others = [*texts(seed=2), *texts("rag"), *texts("chat"), *texts(shape=Shape(601, 0.8, 8)), *texts(count=12)]
+    others = [
+        *texts(seed=2),
+        *texts("rag"),
+        *texts("chat"),
+        *texts(shape=Shape(601, 0.8, 8)),
+        *texts(count=12),
+    ]
     assert max(known_share(text, others) for text in texts()) == 0.0
 
 
@@ -156,7 +170,11 @@ def test_words_are_single_tokens_wherever_they_stand():
     assert len(ENCODE(text)) == len(WORDS)
 
     def pieces(text: str) -> list[str]:  # as a tokenizer that knows short words only
-        return [part for word in text.split() for part in ([word] if len(word) < 5 else [word[:4], word[4:]])]
+        return [
+            part
+            for word in text.split()
+            for part in ([word] if len(word) < 5 else [word[:4], word[4:]])
+        ]
 
     short = single_token_words(pieces, [f"w{i}" for i in range(1200)])
     assert len(short) == 1000
@@ -178,4 +196,7 @@ def test_arrivals_are_a_poisson_process():
 
 def test_answers_stand_where_they_belong():
     first = make_workload("rag", Shape(100, 0.0, 2), 1, WORDS, 0)[0]
-    assert text_of(["a", Output(first), "b", ""], lambda ask: "x y" if ask is first else "?") == "a x y b"
+    assert (
+        text_of(["a", Output(first), "b", ""], lambda ask: "x y" if ask is first else "?")
+        == "a x y b"
+    )

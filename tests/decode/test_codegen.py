@@ -32,20 +32,31 @@ class Pool:
         num_rows, size = sum(LENGTHS) + len(LENGTHS) + 2, program.block_size
         self.program = program
         self.query = torch.randn(len(LENGTHS), group, head_dim, generator=random).to(DEVICE)
-        self.keys, self.values = torch.randn(2, num_rows, size, head_dim, generator=random).to(DEVICE)
+        self.keys, self.values = torch.randn(2, num_rows, size, head_dim, generator=random).to(
+            DEVICE
+        )
         free = iter(torch.randperm(num_rows, generator=random).tolist())
         self.full = [[next(free) for _ in range(length)] for length in LENGTHS]
         poison = num_rows - 1
         rows = [[*own, next(free)] for own in self.full]
         width = max(map(len, rows))
-        table = torch.tensor([[*own, *[poison] * (width - len(own))] for own in rows], device=DEVICE)
+        table = torch.tensor(
+            [[*own, *[poison] * (width - len(own))] for own in rows], device=DEVICE
+        )
         self.batch = Batch(table, torch.tensor([length * size + 1 for length in LENGTHS]), size)
 
     def run(self, implementation: str) -> tuple[dict[str, Tensor], list[set[int]]]:
         """The caches after two steps, and what the last has chosen."""
         caches, pool = self.filled(implementation)
         for query in (self.query.flip(2), self.query):
-            found = select(self.program, plan(self.program), query, pool, self.batch, implementation=implementation)
+            found = select(
+                self.program,
+                plan(self.program),
+                query,
+                pool,
+                self.batch,
+                implementation=implementation,
+            )
         return caches, [set(own[own >= 0].tolist()) for own in found]
 
     def filled(self, implementation: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -67,7 +78,9 @@ def check_fused(flow: Flow, geometry: tuple[int, int, int]) -> None:
     (caches, own), (expected, theirs) = pool.filled("triton"), pool.filled("cpu")
     for query in (pool.query.flip(2), pool.query):
         found = choose(kernels, pool.program, query, own, pool.batch)
-        chosen = select(pool.program, plan(pool.program), query, theirs, pool.batch, implementation="cpu")
+        chosen = select(
+            pool.program, plan(pool.program), query, theirs, pool.batch, implementation="cpu"
+        )
         wanted = tables(chosen, pool.batch, flow)
         assert torch.equal(found[1], wanted[1])
         for pages, best, count in zip(found[0], wanted[0], wanted[1].tolist(), strict=True):
@@ -88,10 +101,16 @@ def check(flow: Flow, geometry: tuple[int, int, int]) -> None:
 def missing(flow: Flow, geometry: tuple[int, int, int]) -> list[str]:
     """Operators of groups that batched torch must do."""
     program = trace(flow, *geometry)
-    found = [(group, source_of(group)) for group in plan(program) if group.template is not Template.SPECIAL]
+    found = [
+        (group, source_of(group))
+        for group in plan(program)
+        if group.template is not Template.SPECIAL
+    ]
     if program.stores:
         found.append((plan_cache(program), cache_source(program)))
-    return [value.made_by.name for group, source in found if source is None for value in group.values]
+    return [
+        value.made_by.name for group, source in found if source is None for value in group.values
+    ]
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
@@ -138,10 +157,14 @@ class Others(Flow):
     def forward_indexer(self, q: Value, c: Caches) -> Selection:
         x = ops.Conv1d(ops.Normalize(c["mean"], 2), self.weights, dim=2)
         x = ops.MaskSlice(x, 3, -2, dim=2, fill=0.25)
-        x = ops.Softmax(ops.Add_Mul(ops.Reshape(x, (1, x.shape[1], 1, x.size(2))), 3.0, c["parts"]), 3)
+        x = ops.Softmax(
+            ops.Add_Mul(ops.Reshape(x, (1, x.shape[1], 1, x.size(2))), 3.0, c["parts"]), 3
+        )
         scores = ops.Max(ops.GeMM(x, q.T), 3)  # [1, B, 2, 1]
         return ops.topK(
-            ops.Multiply(ops.Max(scores, 2), ops.Reshape(ops.Max(c["ones"], 2), (1, c["k"].shape[1], 1, 1))),
+            ops.Multiply(
+                ops.Max(scores, 2), ops.Reshape(ops.Max(c["ones"], 2), (1, c["k"].shape[1], 1, 1))
+            ),
             self.topk_blocks,
         )
 
@@ -149,7 +172,8 @@ class Others(Flow):
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_operators_that_no_flow_applies(geometry: str):
     check(Others(topk_blocks=2), GEOMETRIES[geometry])
-    assert ("MaxInterleave" in missing(Others(), GEOMETRIES[geometry])) == (geometry == "others")  # groups of six
+    # groups of six
+    assert ("MaxInterleave" in missing(Others(), GEOMETRIES[geometry])) == (geometry == "others")
 
 
 def test_no_text_of_an_author_gets_into_the_source():

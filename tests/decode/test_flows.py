@@ -20,14 +20,17 @@ BLOCK, DIM, GROUP = 16, 8, 2
 
 
 class Request:
-    """A KV head's keys and values over some blocks, of which the last is being filled, and its caches."""
+    """A KV head's keys and values over some blocks, of which the last is being filled, and its
+    caches."""
 
     def __init__(self, flow: Flow, num_blocks: int, seed: int = 0) -> None:
         random = torch.Generator().manual_seed(seed)
         self.keys, self.values = torch.randn(2, num_blocks, BLOCK, DIM, generator=random).to(DEVICE)
         self.program = trace(flow, BLOCK, DIM, GROUP)
         shapes = {name: (num_blocks, *shape) for name, shape in self.program.caches.items()}
-        self.caches = {name: torch.full(shape, 9.0, device=DEVICE) for name, shape in shapes.items()}
+        self.caches = {
+            name: torch.full(shape, 9.0, device=DEVICE) for name, shape in shapes.items()
+        }
         self.filled = num_blocks - 1
         self.pool = {"k": self.keys, "v": self.values, **self.caches}
         rows = torch.arange(num_blocks, device=DEVICE)
@@ -63,7 +66,9 @@ def scores(name: str, keys: Tensor, query: Tensor) -> Tensor:
 def test_a_flow_chooses_the_best_blocks(name: str):
     request = Request(FLOWS[name](topk_blocks=3), 12)
     query = torch.randn(GROUP, DIM).to(DEVICE)
-    assert request.step(query) == request.best(scores(name, request.keys[: request.filled], query), 3)
+    assert request.step(query) == request.best(
+        scores(name, request.keys[: request.filled], query), 3
+    )
 
 
 @pytest.mark.parametrize(("name", "most"), [("block_topk", 15), ("quest", 20)])
@@ -78,7 +83,9 @@ def test_masked_channels_have_no_say():
         query = torch.randn(GROUP, DIM).to(DEVICE)
         without = query.clone()
         without[:, [0, 1, 6, 7]] = 0
-        assert request.step(query) == request.best(scores(like, request.keys[: request.filled], without), 3)
+        assert request.step(query) == request.best(
+            scores(like, request.keys[: request.filled], without), 3
+        )
         with pytest.raises(ValueError, match="masked must be groups from 0 to 3, got 4"):
             Request(find(f"{CHANNELS}:{name}:groups=4,masked=4"), 12)
 
@@ -92,30 +99,47 @@ def find(text: str) -> Flow:
 @pytest.mark.parametrize(
     ("behind", "message"),
     [
-        ("", r"channels.py has several flows: name one \(.*channels.py:channel_topk\) of channel_topk, channel_quest"),
+        (
+            "",
+            r"channels.py has several flows: name one \(.*channels.py:channel_topk\) of "
+            r"channel_topk, channel_quest",
+        ),
         (":topk_blocks=9", "has several flows"),
-        (":channel", r"unknown flow of .*channels.py 'channel': choose from channel_quest, channel_topk"),
+        (
+            ":channel",
+            r"unknown flow of .*channels.py 'channel': choose from channel_quest, channel_topk",
+        ),
         (":channel:topk_blocks=9", "unknown flow of .* 'channel'"),
-        (":channel_topk:j=9", r"has no option 'j': it has topk_blocks, layers_skip, groups, masked"),
+        (
+            ":channel_topk:j=9",
+            r"has no option 'j': it has topk_blocks, layers_skip, groups, masked",
+        ),
         (":channel_topk:topk_blocks", "option 'topk_blocks' is not option=value"),
     ],
 )
 def test_a_flow_of_a_file_is_named_behind_a_colon(behind: str, message: str):
     assert find(f"{CHANNELS}:channel_quest").name == "channel_quest"
     assert find(f"{CHANNELS}:channel_quest:topk_blocks=9").topk_blocks == 9
-    assert find(f"{CHANNELS}:channel_quest") == find(f"{CHANNELS}:channel_quest"), "a file is not run again"
+    assert find(f"{CHANNELS}:channel_quest") == find(f"{CHANNELS}:channel_quest"), (
+        "a file is not run again"
+    )
     with pytest.raises(ValueError, match=message):
         parse_flow(f"{CHANNELS}{behind}")
 
 
 def test_an_unknown_flow_is_told_the_few_that_have_names(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"'quset': choose from block_topk, .*, or give a file \(my_flow.py, my_flow"):
+    with pytest.raises(
+        ValueError,
+        match=r"'quset': choose from block_topk, .*, or give a file \(my_flow.py, my_flow",
+    ):
         parse_flow("quset:topk_blocks=9")
     with pytest.raises(ValueError, match=r"unknown flow 'my\.pyx'"):
         parse_flow("my.pyx")
     odd = tmp_path / "a.pyx"
     odd.mkdir()
-    mine = "from kvgraft.decode.flows.quest import Quest\n\n\nclass Mine(Quest):\n    name = 'mine'\n"
+    mine = (
+        "from kvgraft.decode.flows.quest import Quest\n\n\nclass Mine(Quest):\n    name = 'mine'\n"
+    )
     (odd / "mine.py").write_text(mine)
     assert find(f"{odd}/mine.py:topk_blocks=7").topk_blocks == 7
     (odd / "mine.py").write_text(mine.replace("'mine'", "'other'"))
@@ -133,4 +157,6 @@ def test_h2o_adds_up_over_steps():
 def test_streaming_has_the_last_blocks():
     request: Any = Request(FLOWS["streaming"](topk_blocks=4), 12)
     assert request.step(torch.randn(GROUP, DIM).to(DEVICE)) == {7, 8, 9, 10}
-    assert Request(FLOWS["streaming"](topk_blocks=40), 5).step(torch.randn(GROUP, DIM).to(DEVICE)) == {0, 1, 2, 3}
+    assert Request(FLOWS["streaming"](topk_blocks=40), 5).step(
+        torch.randn(GROUP, DIM).to(DEVICE)
+    ) == {0, 1, 2, 3}

@@ -1,4 +1,5 @@
-"""Every operator is the PyTorch operator applied to each sequence, on every layout, and so it is in a step of all."""
+"""Every operator is the PyTorch operator applied to each sequence, on every layout, and so it is in
+a step of all."""
 
 import math
 from collections.abc import Callable
@@ -25,23 +26,30 @@ from kvgraft.kernels.dispatch import radix_topk
 from properties import examples
 
 SIZE = 4  # tokens of a block
-# each case: the operator applied to tensors of a flow, and the same in PyTorch, on x, y [1, B, 4, 6] and q [1, 3, 6]
+# each case: the operator applied to tensors of a flow, and the same in PyTorch, on x, y [1, B, 4,
+# 6] and q [1, 3, 6]
 Case = tuple[Callable[..., Any], Callable[..., Tensor]]
 CASES: dict[str, Case] = {
     "Mean": (lambda x, y, q: ops.Mean(x, 3), lambda x, y, q: x.mean(3, keepdim=True)),
     "Max": (lambda x, y, q: ops.Max(x, 2), lambda x, y, q: x.max(2, keepdim=True).values),
     "Min": (lambda x, y, q: ops.Min(x, -1), lambda x, y, q: x.min(3, keepdim=True).values),
-    "L2Norm": (lambda x, y, q: ops.L2Norm(x, 2), lambda x, y, q: x.square().sum(2, keepdim=True).sqrt()),
+    "L2Norm": (lambda x, y, q: ops.L2Norm(x, 2), lambda x, y, q: x.square().sum(2,
+    keepdim=True).sqrt()),
     "Sum": (lambda x, y, q: ops.Sum(x, 3), lambda x, y, q: x.sum(3, keepdim=True)),
-    "Mean over blocks": (lambda x, y, q: ops.Add(x, ops.Mean(x, 1)), lambda x, y, q: x + x.mean(1, keepdim=True)),
-    "Max over blocks": (lambda x, y, q: ops.Add(x, ops.Max(x, 1)), lambda x, y, q: x + x.amax(1, keepdim=True)),
-    "Min over blocks": (lambda x, y, q: ops.Add(x, ops.Min(x, 1)), lambda x, y, q: x + x.amin(1, keepdim=True)),
+    "Mean over blocks": (lambda x, y, q: ops.Add(x, ops.Mean(x, 1)), lambda x, y, q: x + x.mean(1,
+    keepdim=True)),
+    "Max over blocks": (lambda x, y, q: ops.Add(x, ops.Max(x, 1)), lambda x, y, q: x + x.amax(1,
+    keepdim=True)),
+    "Min over blocks": (lambda x, y, q: ops.Add(x, ops.Min(x, 1)), lambda x, y, q: x + x.amin(1,
+    keepdim=True)),
     "L2Norm over blocks": (
         lambda x, y, q: ops.Add(x, ops.L2Norm(x, 1)),
         lambda x, y, q: x + x.norm(dim=1, keepdim=True),
     ),
-    "Sum over blocks": (lambda x, y, q: ops.Add(x, ops.Sum(x, 1)), lambda x, y, q: x + x.sum(1, keepdim=True)),
-    "GeMM": (lambda x, y, q: ops.GeMM(x, ops.Transpose(q)), lambda x, y, q: x @ q[:, None].transpose(2, 3)),
+    "Sum over blocks": (lambda x, y, q: ops.Add(x, ops.Sum(x, 1)), lambda x, y, q: x + x.sum(1,
+    keepdim=True)),
+    "GeMM": (lambda x, y, q: ops.GeMM(x, ops.Transpose(q)), lambda x, y, q: x @ q[:,
+    None].transpose(2, 3)),
     "GeMM over blocks": (
         lambda x, y, q: ops.GeMM(flat(y), ops.GeMM(ops.Transpose(flat(x)), flat(y))),
         lambda x, y, q: y.flatten(2) @ (x.flatten(2).transpose(1, 2) @ y.flatten(2)),
@@ -53,7 +61,8 @@ CASES: dict[str, Case] = {
     "Add_Mul": (lambda x, y, q: ops.Add_Mul(x, 3.0, y), lambda x, y, q: 3 * x + y),
     "Kron": (
         lambda x, y, q: ops.Kron(x, y),
-        lambda x, y, q: torch.stack([torch.kron(a, b) for a, b in zip(x[0], y[0], strict=True)])[None],
+        lambda x, y, q: torch.stack([torch.kron(a, b) for a, b in zip(x[0], y[0],
+        strict=True)])[None],
     ),
     "Relu": (lambda x, y, q: ops.Relu(x), lambda x, y, q: x.clamp(min=0)),
     "Sigmoid": (lambda x, y, q: ops.Sigmoid(x), lambda x, y, q: 1 / (1 + (-x).exp())),
@@ -63,18 +72,22 @@ CASES: dict[str, Case] = {
     "Log": (lambda x, y, q: ops.Log(ops.Add(ops.Abs(x), 1.0)), lambda x, y, q: x.abs().log1p()),
     "WhereEq": (lambda x, y, q: ops.WhereEq(x, x, y, 0.0), lambda x, y, q: y),
     "WhereNe": (lambda x, y, q: ops.WhereNe(x, x, y, x), lambda x, y, q: x),
-    "WhereGt": (lambda x, y, q: ops.WhereGt(x, y, 1.0, x), lambda x, y, q: torch.where(x > y, 1.0, x)),
+    "WhereGt": (lambda x, y, q: ops.WhereGt(x, y, 1.0, x), lambda x, y, q: torch.where(x > y, 1.0,
+    x)),
     "WhereGe": (lambda x, y, q: ops.WhereGe(x, y, x, y), lambda x, y, q: torch.maximum(x, y)),
     "WhereLt": (lambda x, y, q: ops.WhereLt(x, y, x, y), lambda x, y, q: torch.minimum(x, y)),
     "WhereLe": (lambda x, y, q: ops.WhereLe(x, 0.0, 0.0, x), lambda x, y, q: x.relu()),
-    "Softmax": (lambda x, y, q: ops.Softmax(x, 3), lambda x, y, q: x.exp() / x.exp().sum(3, keepdim=True)),
+    "Softmax": (lambda x, y, q: ops.Softmax(x, 3), lambda x, y, q: x.exp() / x.exp().sum(3,
+    keepdim=True)),
     "Softmax over blocks": (lambda x, y, q: ops.Softmax(x, 1), lambda x, y, q: x.softmax(1)),
-    "Normalize": (lambda x, y, q: ops.Normalize(x, 1), lambda x, y, q: x / x.norm(dim=1, keepdim=True)),
+    "Normalize": (lambda x, y, q: ops.Normalize(x, 1), lambda x, y, q: x / x.norm(dim=1,
+    keepdim=True)),
     "Conv1d": (
         lambda x, y, q: ops.Conv1d(x, (1.0, -2.0, 0.5)),
         lambda x, y, q: -2 * x + shifted(x, 1) + 0.5 * shifted(x, -1),
     ),
-    "Reshape": (lambda x, y, q: ops.Reshape(x, (1, x.shape[1], 2, 12)), lambda x, y, q: x.reshape(1, -1, 2, 12)),
+    "Reshape": (lambda x, y, q: ops.Reshape(x, (1, x.shape[1], 2, 12)), lambda x, y, q: x.reshape(1,
+    -1, 2, 12)),
     "Transpose": (lambda x, y, q: ops.Transpose(x), lambda x, y, q: x.transpose(2, 3)),
     "MaskSlice": (
         lambda x, y, q: ops.MaskSlice(x, 2, 5, dim=3),
@@ -124,7 +137,8 @@ class Applies(Flow):
 
 
 class Sequences:
-    """Tensors x and y of sequences of these lengths, scattered over rows, of which one is poison, and queries."""
+    """Tensors x and y of sequences of these lengths, scattered over rows, of which one is poison,
+    and queries."""
 
     def __init__(self, lengths: list[int], seed: int) -> None:
         random = torch.Generator().manual_seed(seed)
@@ -148,8 +162,16 @@ class Sequences:
         indptr = torch.tensor([0, *self.lengths.tolist()], device=DEVICE).cumsum(0)
         indices = torch.tensor(list(chain(*self.rows)), device=DEVICE)
         if layout is EntryLayout.PAGED:
-            return VTensor(self.x, indptr, indices), VTensor(self.y, indptr, indices), VTensor(self.query)
-        return VTensor(self.x[indices], indptr), VTensor(self.y[indices], indptr), VTensor(self.query)
+            return (
+                VTensor(self.x, indptr, indices),
+                VTensor(self.y, indptr, indices),
+                VTensor(self.query),
+            )
+        return (
+            VTensor(self.x[indices], indptr),
+            VTensor(self.y[indices], indptr),
+            VTensor(self.query),
+        )
 
     def batch(self) -> Batch:
         """All of them in a step; each has a block that is being filled."""
@@ -173,7 +195,9 @@ def test_an_operator_is_the_pytorch_operator_on_each_sequence(
     result = found(*sequences.vtensors(layout))
     assert result.num_sequences == len(lengths)
     for number in range(len(lengths)):
-        torch.testing.assert_close(result.sequence(number), expected(*sequences.of(number)), **CLOSE)
+        torch.testing.assert_close(
+            result.sequence(number), expected(*sequences.of(number)), **CLOSE
+        )
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "triton"])
@@ -196,9 +220,18 @@ def test_a_step_of_all_sequences_gives_each_its_own(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvgraft.decode.executor.CHUNK_BYTES", chunk)
         groups = plan(program) if fused else unfused(program)
-        select(program, groups, sequences.query, caches, sequences.batch(), implementation=implementation)
+        select(
+            program,
+            groups,
+            sequences.query,
+            caches,
+            sequences.batch(),
+            implementation=implementation,
+        )
     for number, rows in enumerate(sequences.rows):
-        torch.testing.assert_close(caches["out"][rows][None], expected(*sequences.of(number)), **CLOSE)
+        torch.testing.assert_close(
+            caches["out"][rows][None], expected(*sequences.of(number)), **CLOSE
+        )
     untouched = torch.ones(len(sequences.x), dtype=torch.bool, device=DEVICE)
     untouched[list(chain(*sequences.rows))] = False
     assert bool((caches["out"][untouched] == 7).all())
@@ -224,7 +257,9 @@ def test_the_best_blocks_are_chosen_among_those_that_are_not_kept_anyway(
         best = set(sorted(open_to_choice, key=lambda block: -scores[block])[:k])
         expected = sorted(best | {0} | {max(total - 2, 0), total - 1})
         assert tokens[number] == (len(expected) - 1) * SIZE + 1
-        assert found[number, : len(expected)].tolist() == [[*rows, sequences.poison][block] for block in expected]
+        assert found[number, : len(expected)].tolist() == [
+            [*rows, sequences.poison][block] for block in expected
+        ]
         assert bool((found[number, len(expected) :] == sequences.poison).all())
 
 
@@ -235,8 +270,11 @@ def test_every_operator_has_a_case():
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "triton"])
-def test_approximate_topk_takes_as_many_and_misses_what_it_may(monkeypatch: pytest.MonkeyPatch, implementation: str):
-    """As on a device: the CPU takes PyTorch's exact selection. Most scores fall into one bin, which is not refined."""
+def test_approximate_topk_takes_as_many_and_misses_what_it_may(
+    monkeypatch: pytest.MonkeyPatch, implementation: str
+):
+    """As on a device: the CPU takes PyTorch's exact selection. Most scores fall into one bin, which
+    is not refined."""
 
     def on_a_device(*arguments: Any, **options: Any) -> Tensor:
         return radix_topk(*arguments, **options | {"implementation": implementation})
@@ -258,7 +296,10 @@ def test_approximate_topk_takes_as_many_and_misses_what_it_may(monkeypatch: pyte
 
 
 def test_union_has_each_block_once():
-    scores, indptr = torch.tensor([3.0, 1, 2, 0], device=DEVICE)[:, None, None], torch.tensor([0, 4], device=DEVICE)
+    scores, indptr = (
+        torch.tensor([3.0, 1, 2, 0], device=DEVICE)[:, None, None],
+        torch.tensor([0, 4], device=DEVICE),
+    )
     x, y = (VTensor(scores, indptr) for _ in range(2))
     both = ops.Union(ops.topK(x, 2), ops.topK(y, 3))
     assert sorted(block for block in both.sequence(0)[0].tolist() if block >= 0) == [0, 1, 2]

@@ -1,4 +1,5 @@
-"""What runs a fleet elsewhere: the image, compose, Kubernetes, and what watches it. Checked without any of them."""
+"""What runs a fleet elsewhere: the image, compose, Kubernetes, and what watches it. Checked without
+any of them."""
 
 import re
 import subprocess
@@ -32,7 +33,9 @@ SECRETS = {"VLLM_API_KEY", "KVGRAFT_ADMIN_KEY", "KVGRAFT_CACHE_SECRET", "KVGRAFT
 
 def filled_in(name: str) -> dict[str, Any]:
     """A file of compose with its variables replaced: by their defaults, or a path."""
-    text = VARIABLE.sub(lambda found: found[3] if found[2] == ":-" else "/models/any", (DEPLOY / name).read_text())
+    text = VARIABLE.sub(
+        lambda found: found[3] if found[2] == ":-" else "/models/any", (DEPLOY / name).read_text()
+    )
     return yaml.safe_load(text)
 
 
@@ -45,7 +48,10 @@ def resources() -> Iterator[dict[str, Any]]:
 def pods_of(resource: dict[str, Any]) -> list[dict[str, Any]]:
     spec = resource["spec"]
     if resource["kind"] == "RayService":
-        groups = [spec["rayClusterConfig"]["headGroupSpec"], *spec["rayClusterConfig"]["workerGroupSpecs"]]
+        groups = [
+            spec["rayClusterConfig"]["headGroupSpec"],
+            *spec["rayClusterConfig"]["workerGroupSpecs"],
+        ]
         return [group["template"] for group in groups]
     return [spec["template"]] if "template" in spec else []
 
@@ -82,7 +88,9 @@ def fleet_of_compose() -> tuple[Any, FleetOptions]:
 
 
 def arguments_of_server() -> list[str]:
-    command, *arguments = named("Deployment", "kvgraft")["spec"]["template"]["spec"]["containers"][0]["args"]
+    command, *arguments = named("Deployment", "kvgraft")["spec"]["template"]["spec"]["containers"][
+        0
+    ]["args"]
     assert command == "serve"
     return arguments
 
@@ -92,15 +100,21 @@ def arguments_of_server() -> list[str]:
 
 def test_hadolint_has_nothing_to_say_of_the_image():
     hadolint = Path(sysconfig.get_path("scripts")) / "hadolint"
-    finished = subprocess.run([hadolint, DEPLOY / "Dockerfile"], check=False, capture_output=True, text=True)
+    finished = subprocess.run(
+        [hadolint, DEPLOY / "Dockerfile"], check=False, capture_output=True, text=True
+    )
     assert (finished.returncode, finished.stdout) == (0, "")
 
 
 def test_the_image_has_the_vllm_and_torch_that_the_project_pins():
     defaults = dict(
-        found.value[0].split("=", 1) for found in INSTRUCTIONS if found.cmd == "ARG" and "=" in found.value[0]
+        found.value[0].split("=", 1)
+        for found in INSTRUCTIONS
+        if found.cmd == "ARG" and "=" in found.value[0]
     )
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert f"vllm=={defaults['VLLM_VERSION']}" in extras["vllm"]
     assert f"torch=={defaults['TORCH_VERSION']}" in (ROOT / "Makefile").read_text()
     stages = {found.value[2]: found.value[0] for found in INSTRUCTIONS if found.cmd == "FROM"}
@@ -110,7 +124,11 @@ def test_the_image_has_the_vllm_and_torch_that_the_project_pins():
 
 
 def test_the_image_is_built_from_what_docker_is_given():
-    given = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    given = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     copied = {
         name
         for found in INSTRUCTIONS
@@ -118,7 +136,10 @@ def test_the_image_is_built_from_what_docker_is_given():
         for name in found.value[:-1]
     }
     mounted = set(
-        re.findall(r"--mount=source=([^,]+)", " ".join(flag for found in INSTRUCTIONS for flag in found.flags))
+        re.findall(
+            r"--mount=source=([^,]+)",
+            " ".join(flag for found in INSTRUCTIONS for flag in found.flags),
+        )
     )
     assert copied | mounted == given
     assert all((ROOT / name).exists() for name in given)
@@ -157,7 +178,11 @@ def test_what_has_no_default_is_in_the_example_and_empty_there():
     text = "".join((DEPLOY / name).read_text() for name in ("compose.yaml", "compose.cuda.yaml"))
     found = {name: kind for name, kind, _ in VARIABLE.findall(text)}
     assert set(found.values()) == {":-", ":?"}
-    needed = {name for name, kind, _ in VARIABLE.findall((DEPLOY / "compose.yaml").read_text()) if kind == ":?"}
+    needed = {
+        name
+        for name, kind, _ in VARIABLE.findall((DEPLOY / "compose.yaml").read_text())
+        if kind == ":?"
+    }
     assert set(re.findall(r"^(\w+)=$", ENV_EXAMPLE, re.M)) == needed
     assert needed > SECRETS | {"GRAFANA_ADMIN_PASSWORD"}
     assert set(re.findall(r"^#(\w+)=", ENV_EXAMPLE, re.M)) == found.keys() - needed
@@ -174,7 +199,9 @@ def test_a_service_of_compose_is_bounded_watched_and_not_root(name: str):
     assert service["cap_drop"] == ["ALL"]
     assert service["restart"] == "unless-stopped"
     assert service["healthcheck"]["test"][0] in ("CMD", "CMD-SHELL")
-    assert all(len(port.split(":")) == 3 for port in service.get("ports", [])), "open to the network"
+    assert all(len(port.split(":")) == 3 for port in service.get("ports", [])), (
+        "open to the network"
+    )
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -193,7 +220,10 @@ def test_what_compose_mounts_exists(name: str):
 def test_valkey_is_reached_by_the_fleet_alone_and_evicts():
     command = SERVICES["valkey"]["command"][-1]
     assert "--maxmemory 8gb --maxmemory-policy allkeys-lru" in command
-    assert [name for name, service in SERVICES.items() if "cache" in service["networks"]] == ["kvgraft", "valkey"]
+    assert [name for name, service in SERVICES.items() if "cache" in service["networks"]] == [
+        "kvgraft",
+        "valkey",
+    ]
     assert COMPOSE["networks"]["cache"] == {"internal": True}
     assert SERVICES["valkey"]["mem_limit"] == "10gb"
 
@@ -208,7 +238,9 @@ def test_prometheus_asks_the_fleet_and_has_our_rules():
 
 
 def test_grafana_is_given_the_dashboard_and_its_source():
-    mounted = {volume.split(":")[1]: volume.split(":")[0] for volume in SERVICES["grafana"]["volumes"]}
+    mounted = {
+        volume.split(":")[1]: volume.split(":")[0] for volume in SERVICES["grafana"]["volumes"]
+    }
     [provider] = yaml.safe_load((DEPLOY / "grafana/dashboards.yaml").read_text())["providers"]
     assert mounted[f"{provider['options']['path']}/kvgraft.json"] == "../docs/grafana.json"
     [source] = yaml.safe_load((DEPLOY / "grafana/datasource.yaml").read_text())["datasources"]
@@ -219,7 +251,9 @@ def test_grafana_is_given_the_dashboard_and_its_source():
 # Kubernetes
 
 
-@pytest.mark.parametrize("resource", OF_KUBERNETES, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
+@pytest.mark.parametrize(
+    "resource", OF_KUBERNETES, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}"
+)
 def test_a_resource_is_of_its_schema(resource: dict[str, Any]):
     kubernetes_validate.validate(resource, KUBERNETES, strict=True)
 
@@ -243,7 +277,10 @@ def test_a_pod_is_of_its_schema_and_may_do_little(pod: dict[str, Any]):
             "capabilities": {"drop": ["ALL"]},
         }
         assert {mount["name"] for mount in container["volumeMounts"]} == volumes
-        assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"]
+        assert (
+            container["resources"]["limits"]["memory"]
+            == container["resources"]["requests"]["memory"]
+        )
         assert {"readinessProbe", "livenessProbe"} <= container.keys()
 
 
@@ -277,7 +314,10 @@ def test_ray_serve_takes_the_fleet_and_its_flags_exist():
         assert given.keys() == taken.model_fields_set, "Ray drops what it does not know"
     assert application["import_path"] == "kvgraft.fleet.application:build"
     args = _make_parser().parse_args(FLEET.command)
-    assert args.kvgraft_store_shared == _make_parser().parse_args(arguments_of_server()).kvgraft_store_shared
+    assert (
+        args.kvgraft_store_shared
+        == _make_parser().parse_args(arguments_of_server()).kvgraft_store_shared
+    )
     [group] = RAY_SERVICE["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert group["replicas"] == FLEET.replicas
@@ -285,13 +325,18 @@ def test_ray_serve_takes_the_fleet_and_its_flags_exist():
     assert float(limits["cpu"]) > FLEET.cpus
     assert FLEET.drain_s < group["template"]["spec"]["terminationGracePeriodSeconds"]
     for container in [pod["spec"]["containers"][0] for pod in pods_of(RAY_SERVICE)]:
-        assert {"name": "serve", "containerPort": SERVE_CONFIG["http_options"]["port"]} in container["ports"]
+        assert {
+            "name": "serve",
+            "containerPort": SERVE_CONFIG["http_options"]["port"],
+        } in container["ports"]
 
 
 def test_the_version_of_ray_is_the_one_that_is_installed_with_the_image():
     [ray] = [
         one
-        for one in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["fleet"]
+        for one in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+            "optional-dependencies"
+        ]["fleet"]
         if one.startswith("ray[")
     ]
     version = RAY_SERVICE["spec"]["rayClusterConfig"]["rayVersion"]
@@ -304,7 +349,8 @@ def test_a_service_budget_or_policy_is_about_pods_that_exist(name: str):
     about = [
         one["spec"]
         for one in RESOURCES
-        if one["metadata"]["name"] == name and one["kind"] in ("Service", "PodDisruptionBudget", "NetworkPolicy")
+        if one["metadata"]["name"] == name
+        and one["kind"] in ("Service", "PodDisruptionBudget", "NetworkPolicy")
     ]
     for spec in about:
         wanted = spec.get("podSelector") or spec.get("selector", {})
@@ -316,7 +362,10 @@ def test_who_may_ask_valkey_is_who_asks_it():
     [rule] = named("NetworkPolicy", "kvgraft-valkey")["spec"]["ingress"]
     [asking] = rule["from"]
     wanted = asking["podSelector"]["matchLabels"].items()
-    given = {pod["spec"]["containers"][0]["name"]: pod["metadata"]["labels"].items() >= wanted for pod in PODS}
+    given = {
+        pod["spec"]["containers"][0]["name"]: pod["metadata"]["labels"].items() >= wanted
+        for pod in PODS
+    }
     assert given == {"kvgraft": True, "ray-head": True, "ray-worker": True, "valkey": False}
 
 
@@ -327,7 +376,9 @@ def test_monitors_ask_ports_that_pods_have():
         assert pods
         for pod in pods:
             ports = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
-            assert {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]} <= ports
+            assert {
+                endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]
+            } <= ports
     [target] = named("ScrapeConfig", "kvgraft-fleet")["spec"]["staticConfigs"][0]["targets"]
     service = f"{RAY_SERVICE['metadata']['name']}-serve-svc.kvgraft.svc"  # KubeRay names it so
     assert target == f"{service}:{SERVE_CONFIG['http_options']['port']}"
@@ -344,8 +395,12 @@ def test_kustomize_ties_files_that_exist():
 
 
 def test_images_have_a_version():
-    images = [service["image"] for service in SERVICES.values()] + [container["image"] for container in CONTAINERS]
-    images += [found.value[0] for found in INSTRUCTIONS if found.cmd == "FROM" and "/" in found.value[0]]
+    images = [service["image"] for service in SERVICES.values()] + [
+        container["image"] for container in CONTAINERS
+    ]
+    images += [
+        found.value[0] for found in INSTRUCTIONS if found.cmd == "FROM" and "/" in found.value[0]
+    ]
     for image in images:
         tag = image.rpartition(":")[2]
         assert re.search(r"\d|VERSION", tag), image
@@ -355,7 +410,11 @@ def test_images_have_a_version():
 def test_no_secret_stands_in_a_file():
     for service in SERVICES.values():
         given = service.get("environment", {})
-        assert all(given[name] == "/models/any" for name in given if re.search("KEY|SECRET|PASSWORD|AUTH", name))
+        assert all(
+            given[name] == "/models/any"
+            for name in given
+            if re.search("KEY|SECRET|PASSWORD|AUTH", name)
+        )
     for container in CONTAINERS:
         for variable in container.get("env", []):
             secret = re.search("KEY|SECRET|PASSWORD|AUTH", variable["name"])

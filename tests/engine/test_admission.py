@@ -36,15 +36,20 @@ class CountedHash:
 
 
 def engine_and_prompt(model: Path, num_tokens: int) -> tuple[Engine, list[int]]:
-    """An engine that has read documents, and a prompt of them in another order, between new text."""
+    """An engine that has read documents, and a prompt of them in another order, between new
+    text."""
     random = np.random.default_rng(0)
-    before, *documents, behind = np.array_split(random.integers(3, VOCAB_SIZE, num_tokens), DOCUMENTS + 2)
+    before, *documents, behind = np.array_split(
+        random.integers(3, VOCAB_SIZE, num_tokens), DOCUMENTS + 2
+    )
     engine = Engine(model, dtype="float32", block_size=SIZE, num_pages=4 * num_tokens // SIZE)
     engine.generate([Request(np.concatenate(documents).tolist(), "full", ONE_TOKEN)])
     return engine, np.concatenate([before, *documents[::-1], behind]).tolist()
 
 
-def test_a_request_hashes_each_block_once_a_kind(model_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
+def test_a_request_hashes_each_block_once_a_kind(
+    model_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
     engine, prompt = engine_and_prompt(model_dirs["llama"], 256)
     counts: Counter[str] = Counter()
     blocks_of, windows_of = index.block_hashes, index.window_hashes

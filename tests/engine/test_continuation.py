@@ -1,4 +1,5 @@
-"""Prompts that begin with an earlier one go on with its KV, exact or not; policies recover it where it is."""
+"""Prompts that begin with an earlier one go on with its KV, exact or not; policies recover it where
+it is."""
 
 from pathlib import Path
 
@@ -24,16 +25,25 @@ DOCUMENT, OPENING, NEW = words(100, 1), words(37, 2), words(30, 3)
 
 @pytest.fixture
 def engine(model_dirs: dict[str, Path]) -> Engine:
-    engine = Engine(model_dirs["qwen3"], dtype="float32", continuation=True, poison_dropped_pages=True)
+    engine = Engine(
+        model_dirs["qwen3"], dtype="float32", continuation=True, poison_dropped_pages=True
+    )
     ask(engine, DOCUMENT, Full())
     return engine
 
 
-def ask(engine: Engine, prompt: list[int], policy: Policy, max_tokens: int = 1, **fields: object) -> Result:
+def ask(
+    engine: Engine, prompt: list[int], policy: Policy, max_tokens: int = 1, **fields: object
+) -> Result:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     result = engine.generate([Request(prompt, policy, sampling, return_logits=True, **fields)])[0]  # type: ignore[arg-type]
     report = result.report
-    kinds = report.prefix_tokens, report.continued_tokens, report.grafted_tokens, report.fresh_tokens
+    kinds = (
+        report.prefix_tokens,
+        report.continued_tokens,
+        report.grafted_tokens,
+        report.fresh_tokens,
+    )
     assert sum(kinds) == report.prompt_tokens
     return result
 
@@ -77,13 +87,17 @@ def grafted_slots(engine: Engine) -> list[int]:
 
 @pytest.mark.parametrize(
     "policy",
-    [EVERYTHING, *(policy(recompute_share=1.0, continued_share=1.0) for policy in (Transitive, Spread))],
+    [
+        EVERYTHING,
+        *(policy(recompute_share=1.0, continued_share=1.0) for policy in (Transitive, Spread)),
+    ],
     ids=str,
 )
 def test_it_is_recovered_for_the_new_question_where_it_is(engine: Engine, policy: Policy):
     prompt = second_turn(engine, policy)
     slots = grafted_slots(engine)
-    damaged = range(isinstance(policy, Spread), engine.config.num_layers)  # it relies on layer 0, which is exact
+    # it relies on layer 0, which is exact
+    damaged = range(isinstance(policy, Spread), engine.config.num_layers)
     for stream in engine.memory.cache.layout.streams(0, damaged):
         engine.memory.cache.values[stream, slots] += 1.0
     used = engine.memory.pool.num_free
@@ -104,14 +118,22 @@ def test_a_part_of_it_is_recovered_by_the_default(engine: Engine):
 
 def test_what_others_read_stays_as_it_is(engine: Engine):
     prompt = second_turn(engine, EVERYTHING)
-    requests = [Request(prompt + words(20, 6 + n), EVERYTHING, SamplingParams(max_tokens=2)) for n in range(2)]
+    requests = [
+        Request(prompt + words(20, 6 + n), EVERYTHING, SamplingParams(max_tokens=2))
+        for n in range(2)
+    ]
     first, second = engine.generate(requests)
     assert first.report.continued_tokens == second.report.continued_tokens > 0
-    assert (first.report.recomputed_tokens, second.report.recomputed_tokens) == (len(grafted_slots(engine)), 0)
+    assert (first.report.recomputed_tokens, second.report.recomputed_tokens) == (
+        len(grafted_slots(engine)),
+        0,
+    )
     engine.check()
 
 
-def test_nobody_goes_on_with_what_a_failed_recovery_has_left(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_nobody_goes_on_with_what_a_failed_recovery_has_left(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
     prompt = second_turn(engine, EVERYTHING)
 
     def fail(self: Policy, ctx: PrefillContext) -> Hidden:
@@ -139,7 +161,12 @@ def test_of_what_was_computed_exactly_the_answer_is_exact(engine: Engine):
 
 @pytest.mark.parametrize(
     ("policy", "fields"),
-    [(Naive(), {"namespace": "another"}), (Epic(), {}), (Full(), {}), (Naive(), {"match": "exact", "flow": "quest"})],
+    [
+        (Naive(), {"namespace": "another"}),
+        (Epic(), {}),
+        (Full(), {}),
+        (Naive(), {"match": "exact", "flow": "quest"}),
+    ],
     ids=["another namespace", "another policy", "full", "a flow"],
 )
 def test_others_do_not_go_on_with_it(engine: Engine, policy: Policy, fields: dict[str, str]):
@@ -182,10 +209,13 @@ def test_depth_grows_by_grafts_alone(model_dirs: dict[str, Path]):
     texts = [words(64, 10 + number) for number in range(4)]
     reports = []
     known = DOCUMENT
-    for number, text in enumerate(texts):  # each new text is first read behind a graft of the last one
+    # each new text is first read behind a graft of the last one
+    for number, text in enumerate(texts):
         reports.append(ask(engine, words(5, 20 + number) + known + text, Naive()).report)
         known = text
-    assert [report.depth for report in reports] == [1, 2, 3, 0], "what is three grafts away from exact KV is no source"
+    assert [report.depth for report in reports] == [1, 2, 3, 0], (
+        "what is three grafts away from exact KV is no source"
+    )
     assert [report.reason for report in reports] == [None, None, None, "too_deep"]
     assert [report.too_deep_tokens >= 48 for report in reports] == [False, False, False, True]
     prompt = words(5, 20) + DOCUMENT + texts[0] + NEW
@@ -193,7 +223,9 @@ def test_depth_grows_by_grafts_alone(model_dirs: dict[str, Path]):
     assert (report.depth, report.continued_tokens > 0) == (1, True)
 
 
-def test_a_session_without_an_end_finds_its_last_text_however_deep_it_is(model_dirs: dict[str, Path]):
+def test_a_session_without_an_end_finds_its_last_text_however_deep_it_is(
+    model_dirs: dict[str, Path],
+):
     engine = Engine(model_dirs["qwen3"], dtype="float32")
     ask(engine, DOCUMENT, Full())
     known, reports = DOCUMENT, []

@@ -22,18 +22,29 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-one-kv-head": ("llama", {"num_key_value_heads": 1}),
     "llama-no-gqa-tied": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "llama-wide-heads": ("llama", {"head_dim": 24}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "llama-linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
     "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
     "llama-yarn": ("llama", {"rope_parameters": YARN}),
     "mistral": ("mistral", {}),
-    "mistral-yarn-fractions": ("mistral", {"rope_parameters": YARN | {"truncate": False, "beta_fast": 4}}),
+    "mistral-yarn-fractions": (
+        "mistral",
+        {"rope_parameters": YARN | {"truncate": False, "beta_fast": 4}},
+    ),
     "mistral-harmless-window": ("mistral", {"sliding_window": 512}),
     "qwen2": ("qwen2", {}),
     "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}),
@@ -42,7 +53,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-yarn": ("qwen3", {"rope_parameters": YARN}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
     "qwen3-moe": ("qwen3_moe", {}),
-    "qwen3-moe-yarn": ("qwen3_moe", {"rope_parameters": YARN, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3-moe-yarn": (
+        "qwen3_moe",
+        {"rope_parameters": YARN, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "qwen3-moe-weights-of-all": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1}),
     "qwen3-moe-every-other-layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
     "qwen3-moe-no-layer": ("qwen3_moe", {"decoder_sparse_step": 4}),
@@ -54,7 +68,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     ),
-    "deepseek-v2-yarn": ("deepseek_v2", {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 1.4}}),
+    "deepseek-v2-yarn": (
+        "deepseek_v2",
+        {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 1.4}},
+    ),
     "deepseek-v3-yarn-of-one-scale": (
         "deepseek_v3",
         {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
@@ -76,7 +93,9 @@ def dense_logits(decoder: Decoder, token_ids: Tensor) -> Tensor:
     for layer in range(config.num_layers):
         q, k, v = (x.transpose(0, 1) for x in decoder.project(layer, hidden, cos, sin))  # [H, n, d]
         scale = config.attention_scale
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=True
+        )
         hidden = finish(decoder, layer, hidden, attended.transpose(0, 1).flatten(1))
     return decoder.logits(hidden)
 
@@ -121,17 +140,24 @@ def test_dtype_is_chosen_by_the_caller(model_dirs: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
-def test_rows_are_independent_and_inputs_untouched(family: str, model_dirs: dict[str, Path]) -> None:
+def test_rows_are_independent_and_inputs_untouched(
+    family: str, model_dirs: dict[str, Path]
+) -> None:
     decoder = Decoder.from_pretrained(model_dirs[family])
     config = decoder.config
     hidden = decoder.embed(tokens(40))
-    attended = torch.randn(40, config.num_heads * config.head_dim, generator=torch.Generator().manual_seed(2))
+    attended = torch.randn(
+        40, config.num_heads * config.head_dim, generator=torch.Generator().manual_seed(2)
+    )
     before = hidden.clone(), attended.clone()
     rows = torch.tensor([3, 30, 17])
     cos, sin = config.rope.fresh_table(torch.arange(40))
     for whole, part in zip(
         (*decoder.project(1, hidden, cos, sin), finish(decoder, 1, hidden, attended)),
-        (*decoder.project(1, hidden[rows], cos[rows], sin[rows]), finish(decoder, 1, hidden[rows], attended[rows])),
+        (
+            *decoder.project(1, hidden[rows], cos[rows], sin[rows]),
+            finish(decoder, 1, hidden[rows], attended[rows]),
+        ),
         strict=True,
     ):
         torch.testing.assert_close(whole[rows], part, atol=1e-5, rtol=1e-5)
@@ -176,12 +202,18 @@ K_PROJ, K_NORM = "model.layers.2.self_attn.k_proj.weight", "model.layers.1.self_
     [
         (without(K_PROJ), f"lacks 1 tensors, the first is '{K_PROJ}'"),
         (without("lm_head.weight"), r"lacks 1 tensors, the first is 'lm_head\.weight'"),
-        (lambda tensors: tensors | {"model.layers.0.mlp.up_proj.bias": torch.zeros(96)}, r"unexpected.*up_proj\.bias"),
+        (
+            lambda tensors: tensors | {"model.layers.0.mlp.up_proj.bias": torch.zeros(96)},
+            r"unexpected.*up_proj\.bias",
+        ),
         (
             lambda tensors: tensors | {"model.layers.4.input_layernorm.weight": torch.zeros(64)},
             r"unexpected.*layers\.4",
         ),
-        (lambda tensors: tensors | {K_PROJ: torch.zeros(32, 64)}, r"k_proj\.weight' has shape \[32, 64\]"),
+        (
+            lambda tensors: tensors | {K_PROJ: torch.zeros(32, 64)},
+            r"k_proj\.weight' has shape \[32, 64\]",
+        ),
         (lambda tensors: tensors | {K_NORM: torch.zeros(1)}, r"k_norm\.weight' has shape \[1\]"),
     ],
 )
@@ -204,7 +236,9 @@ def test_experts_of_a_layer_may_be_one_tensor(model_dirs: dict[str, Path], tmp_p
     one_by_one = dense_logits(Decoder.from_pretrained(model_dirs["qwen3_moe"]), tokens(50))
     assert torch.equal(dense_logits(Decoder.from_pretrained(tmp_path), tokens(50)), one_by_one)
     rewrite(tmp_path, lambda tensors: tensors | {EXPERTS: tensors[EXPERTS][:7]})
-    with pytest.raises(ValueError, match=rf"{EXPERTS}' has shape \[7, 48, 64\], expected \[8, 48, 64\]"):
+    with pytest.raises(
+        ValueError, match=rf"{EXPERTS}' has shape \[7, 48, 64\], expected \[8, 48, 64\]"
+    ):
         Decoder.from_pretrained(tmp_path)
 
 
@@ -217,7 +251,10 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
 def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     model_dir = make_model(tmp_path, "llama")
     expected = dense_logits(Decoder.from_pretrained(model_dir), tokens(20))
-    rewrite(model_dir, lambda tensors: tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
+    rewrite(
+        model_dir,
+        lambda tensors: tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)},
+    )
     assert torch.equal(dense_logits(Decoder.from_pretrained(model_dir), tokens(20)), expected)
 
 

@@ -1,4 +1,5 @@
-"""Documents kept in part: exact where everything is recomputed, right where it is not, and nothing else is resident."""
+"""Documents kept in part: exact where everything is recomputed, right where it is not, and nothing
+else is resident."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +26,11 @@ from properties import examples
 FAMILIES = ("llama", "mistral", "qwen3", "qwen3_moe", "deepseek_v3")
 TOLERANCE = 1e-4  # logits of order 5 in float32
 EVERYTHING: dict[str, Any] = {"kept_share": 1.0, "recomputed": "kept", "update": "overwrite"}
-EXACT = [SamKV(top_p="off", **EVERYTHING), Condense(**EVERYTHING), Condense(rounds=1, halo_blocks=0, **EVERYTHING)]
+EXACT = [
+    SamKV(top_p="off", **EVERYTHING),
+    Condense(**EVERYTHING),
+    Condense(rounds=1, halo_blocks=0, **EVERYTHING),
+]
 POLICIES = [
     *EXACT,
     SamKV(),
@@ -33,7 +38,13 @@ POLICIES = [
     SamKV(bias="off", recomputed="none", block_tokens=8),
     SamKV(selection="off", update="overwrite", block_tokens=8),
     SamKV(
-        top_p="off", kept_share=0.5, recomputed="kept", block_tokens=8, initial_blocks=0, local_blocks=0, halo_blocks=2
+        top_p="off",
+        kept_share=0.5,
+        recomputed="kept",
+        block_tokens=8,
+        initial_blocks=0,
+        local_blocks=0,
+        halo_blocks=2,
     ),
     SamKV(top_p="off", kept_share=0.0, initial_blocks=0, local_blocks=0),
     Condense(),
@@ -45,7 +56,9 @@ POLICIES = [
 @pytest.fixture(scope="module")
 def engines(model_dirs: dict[str, Path]) -> dict[str, Engine]:
     return {
-        family: Engine(model_dirs[family], dtype="float32", poison_dropped_pages=True, stable_layers=[1, 2])
+        family: Engine(
+            model_dirs[family], dtype="float32", poison_dropped_pages=True, stable_layers=[1, 2]
+        )
         for family in FAMILIES
     }
 
@@ -58,15 +71,29 @@ def engine(engines: dict[str, Engine]) -> Engine:
 
 
 def words(count: int, seed: int) -> str:
-    return " ".join(f"w{number}" for number in np.random.default_rng(seed).integers(3, VOCAB_SIZE - 3, count))
+    return " ".join(
+        f"w{number}" for number in np.random.default_rng(seed).integers(3, VOCAB_SIZE - 3, count)
+    )
 
 
 def prompt_of(lengths: list[int], question: int = 7, opening: int = 5) -> list[Part]:
-    documents: list[Part] = [Segment(words(length, 10 + number)) for number, length in enumerate(lengths)]
-    return [words(opening, 1), *documents, words(question, 2)] if opening else [*documents, words(question, 2)]
+    documents: list[Part] = [
+        Segment(words(length, 10 + number)) for number, length in enumerate(lengths)
+    ]
+    return (
+        [words(opening, 1), *documents, words(question, 2)]
+        if opening
+        else [*documents, words(question, 2)]
+    )
 
 
-def ask(engine: Engine, prompt: list[Part], policy: str | KeepsDocuments, max_tokens: int = 1, **fields: Any) -> Result:
+def ask(
+    engine: Engine,
+    prompt: list[Part],
+    policy: str | KeepsDocuments,
+    max_tokens: int = 1,
+    **fields: Any,
+) -> Result:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     [result] = engine.generate([Request(prompt, policy, sampling, return_logits=True, **fields)])
     engine.check()
@@ -87,11 +114,14 @@ def difference(one: Result, other: Result) -> float:
 def test_any_documents_are_answered_and_recomputing_everything_is_full_prefill(
     engines: dict[str, Engine], family: str, data: st.DataObject
 ):
-    """Any number and length of documents, twice the same, with and without text around them, and no question."""
+    """Any number and length of documents, twice the same, with and without text around them, and no
+    question."""
     engine = engines[family]
     if data.draw(st.booleans()):
         engine.clear_cache()
-    texts = [words(data.draw(st.integers(1, 90)), seed) for seed in range(data.draw(st.integers(1, 4)))]
+    texts = [
+        words(data.draw(st.integers(1, 90)), seed) for seed in range(data.draw(st.integers(1, 4)))
+    ]
     prompt: list[Part] = []
     for number in data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1, max_size=4)):
         if data.draw(st.booleans()):
@@ -115,11 +145,14 @@ def test_any_documents_are_answered_and_recomputing_everything_is_full_prefill(
 
 
 def dense(engine: Engine, prompt: list[Part], steps: int) -> tuple[list[int], torch.Tensor]:
-    """The answer where every document has read itself alone, and all else everything: masked attention, no cache."""
+    """The answer where every document has read itself alone, and all else everything: masked
+    attention, no cache."""
     decoder, config, device = engine.decoder, engine.config, engine.decoder.device
     tokenised = engine._reader.read(Request(prompt))
     tokens = tokenised.token_ids.tolist()
-    visible = torch.ones(len(tokens) + steps, len(tokens) + steps, dtype=torch.bool, device=device).tril()
+    visible = torch.ones(
+        len(tokens) + steps, len(tokens) + steps, dtype=torch.bool, device=device
+    ).tril()
     for start, stop in tokenised.segments:
         visible[start:stop, :start] = False
     first = torch.zeros(0)
@@ -147,7 +180,10 @@ def test_documents_that_are_kept_whole_and_not_recomputed_have_read_themselves_a
     engine = engines[family]
     prompt = prompt_of([70, 33, 90])
     expected, logits = dense(engine, prompt, 6)
-    for policy in (SamKV(top_p="off", kept_share=1.0, recomputed="none"), Condense(kept_share=1.0, recomputed="none")):
+    for policy in (
+        SamKV(top_p="off", kept_share=1.0, recomputed="none"),
+        Condense(kept_share=1.0, recomputed="none"),
+    ):
         result = ask(engine, prompt, policy, 6)
         assert float((result.first_logits - logits).abs().max()) < TOLERANCE  # type: ignore[operator]
         assert result.token_ids == expected
@@ -186,7 +222,9 @@ def test_pages_hold_what_each_layer_keeps_and_nothing_else(engine: Engine):
             cos, sin = engine.config.rope.table(torch.tensor([at.start]))
             expected = rotate(at.document.keys[layer, :, token - at.start][None], cos, sin)[0]
             torch.testing.assert_close(keys[place].cpu(), expected)
-            torch.testing.assert_close(values[place].cpu(), at.document.values[layer, :, token - at.start])
+            torch.testing.assert_close(
+                values[place].cpu(), at.document.values[layer, :, token - at.start]
+            )
     num_pages = -(-(150 + 12 + sequence.request.sampling.max_tokens - 1) // 16)
     assert engine.memory.pool.num_used == num_pages
     engine.scheduler.abort([sequence])
@@ -194,7 +232,8 @@ def test_pages_hold_what_each_layer_keeps_and_nothing_else(engine: Engine):
 
 
 class AsksTwice(Condense):
-    """Notes what the question's tokens look for, when all fresh tokens are computed and then when they alone are."""
+    """Notes what the question's tokens look for, when all fresh tokens are computed and then when
+    they alone are."""
 
     seen: ClassVar[list[list[torch.Tensor]]] = []
 
@@ -218,7 +257,8 @@ def test_less_memory_is_held_than_by_full_prefill(engine: Engine, policy: KeepsD
     prompt = prompt_of([110] * 4, opening=0)
     expected = ask(engine, prompt, "full").report.kv_bytes
     report = ask(engine, prompt, policy).report
-    assert report.counts["kept_tokens"] == 4 * (8 + 14) < 0.21 * 440  # initial and local blocks of 8
+    # initial and local blocks of 8
+    assert report.counts["kept_tokens"] == 4 * (8 + 14) < 0.21 * 440
     assert report.kv_bytes < 0.5 * expected  # on four layers what one layer reads weighs much
 
 
@@ -274,30 +314,43 @@ def test_requests_of_all_kinds_in_one_step_answer_as_alone(engine: Engine):
     kinds = ["samkv", "full", "condense"]
     alone = [ask(engine, prompt, kind, 8, remember=False) for prompt in prompts for kind in kinds]
     sampling = SamplingParams(max_tokens=8, ignore_eos=True)
-    requests = [Request(prompt, kind, sampling, remember=False) for prompt in prompts for kind in kinds]
+    requests = [
+        Request(prompt, kind, sampling, remember=False) for prompt in prompts for kind in kinds
+    ]
     together = engine.generate(requests)
     assert [result.token_ids for result in together] == [result.token_ids for result in alone]
     engine.check()
 
 
-def test_what_it_cannot_do_is_full_prefill_with_a_reason(model_dirs: dict[str, Path], engine: Engine):
+def test_what_it_cannot_do_is_full_prefill_with_a_reason(
+    model_dirs: dict[str, Path], engine: Engine
+):
     plain = " ".join(words(60, 3).split())
     report = engine.generate([Request(plain, "samkv")])[0].report
     assert (report.fallback, report.computed_share) == ("no_documents", 1.0)
     before = engine.memory.fallbacks["no_documents"]
-    assert engine.read_documents(Request(plain, "samkv")) == 0  # reading is no request: nothing is counted
+    # reading is no request: nothing is counted
+    assert engine.read_documents(Request(plain, "samkv")) == 0
     assert engine.memory.fallbacks["no_documents"] == before >= 1
-    paged = Engine(model_dirs["qwen3"], dtype="float32", head_map=make_head_map(model_dirs["qwen3"]), head_paging=True)
+    paged = Engine(
+        model_dirs["qwen3"],
+        dtype="float32",
+        head_map=make_head_map(model_dirs["qwen3"]),
+        head_paging=True,
+    )
     assert ask(paged, prompt_of([60, 60]), "condense").report.fallback == "head_paging"
 
 
 def test_a_small_pool_takes_more_prompts_of_kept_documents(model_dirs: dict[str, Path]):
-    """10 pages of 16 tokens: a prompt of 300 tokens never fits, one of which 80 are kept does, one after the other."""
+    """10 pages of 16 tokens: a prompt of 300 tokens never fits, one of which 80 are kept does, one
+    after the other."""
     engine = Engine(model_dirs["qwen3"], dtype="float32", num_pages=10)
     prompt = prompt_of([140, 140], opening=0)
     assert "10 can be freed" in (ask(engine, prompt, "full").error or "")
     policy = "samkv:block_tokens=8,kept_share=0.25,initial_blocks=0,local_blocks=1"
-    requests = [Request(prompt, policy, SamplingParams(max_tokens=30, ignore_eos=True)) for _ in range(3)]
+    requests = [
+        Request(prompt, policy, SamplingParams(max_tokens=30, ignore_eos=True)) for _ in range(3)
+    ]
     results = engine.generate(requests)
     assert [result.error for result in results] == [None] * 3
     assert len({tuple(result.token_ids) for result in results}) == 1
@@ -312,7 +365,9 @@ def test_a_document_larger_than_the_store_is_read_each_time(model_dirs: dict[str
     assert results[0].token_ids == results[1].token_ids
 
 
-def test_a_prompt_kept_in_part_is_handed_over_in_part(engine: Engine, model_dirs: dict[str, Path], tmp_path: Path):
+def test_a_prompt_kept_in_part_is_handed_over_in_part(
+    engine: Engine, model_dirs: dict[str, Path], tmp_path: Path
+):
     prompt = prompt_of([100, 100, 100])
     sampling = SamplingParams(max_tokens=10, ignore_eos=True)
     expected = ask(engine, prompt, "condense", 10).token_ids
@@ -330,7 +385,9 @@ def test_what_is_known_of_a_document_is_of_its_blocks(engine: Engine):
     [document] = engine.library.store._documents.values()
     assert isinstance(document, Document)
     layers, heads = engine.config.num_layers, engine.config.num_kv_heads
-    assert document.keys.shape == document.values.shape == (layers, heads, 100, engine.config.head_dim)
+    assert (
+        document.keys.shape == document.values.shape == (layers, heads, 100, engine.config.head_dim)
+    )
     assert document.block_size == 8
     assert document.block_keys.shape == (layers, 13, heads, engine.config.head_dim)
     torch.testing.assert_close(document.block_keys[:, 12], document.keys[:, :, 96:].mean(2))
@@ -339,10 +396,14 @@ def test_what_is_known_of_a_document_is_of_its_blocks(engine: Engine):
     assert document.outliers.shape == (layers, 100)
 
 
-def test_outliers_stand_out_among_the_middle_blocks(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    """Sinks neither are outliers, which are recomputed anyway, nor do they hide those of the middle."""
+def test_outliers_stand_out_among_the_middle_blocks(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    """Sinks neither are outliers, which are recomputed anyway, nor do they hide those of the
+    middle."""
     exponents = torch.linspace(0.9, 1.1, 200)
-    exponents[[0, 80, 192]] = torch.tensor([-50.0, 0.5, -40.0])  # the first tokens of blocks 0, 10 and 24
+    # the first tokens of blocks 0, 10 and 24
+    exponents[[0, 80, 192]] = torch.tensor([-50.0, 0.5, -40.0])
 
     def received(query: torch.Tensor, keys: torch.Tensor, over_heads: object) -> Received:
         return Received(torch.zeros(200), exponents)
@@ -355,9 +416,15 @@ def test_outliers_stand_out_among_the_middle_blocks(engine: Engine, monkeypatch:
 
 @pytest.mark.parametrize(
     ("stable", "message"),
-    [([], "different numbers"), ([1, 1], "different numbers"), ([4], r"must be in 0\.\.3, got \[4\]")],
+    [
+        ([], "different numbers"),
+        ([1, 1], "different numbers"),
+        ([4], r"must be in 0\.\.3, got \[4\]"),
+    ],
 )
-def test_wrong_stable_layers_are_refused(model_dirs: dict[str, Path], stable: list[int], message: str):
+def test_wrong_stable_layers_are_refused(
+    model_dirs: dict[str, Path], stable: list[int], message: str
+):
     with pytest.raises(ValueError, match=message):
         Engine(model_dirs["qwen3"], stable_layers=stable)
 

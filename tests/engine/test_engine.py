@@ -15,7 +15,9 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 def request(count: int, seed: int = 0, max_tokens: int = 8, **fields: object) -> Request:
-    return Request(tokens(count, seed), "full", SamplingParams(max_tokens, ignore_eos=True), **fields)  # type: ignore[arg-type]
+    return Request(
+        tokens(count, seed), "full", SamplingParams(max_tokens, ignore_eos=True), **fields
+    )  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +37,22 @@ def test_greedy_generation_equals_transformers(engine: Engine, model_dirs: dict[
 
     model = AutoModelForCausalLM.from_pretrained(model_dirs["llama"], dtype=torch.float32)
     prompts = [tokens(n, n) for n in (1, 16, 33, 100)]
-    ours = engine.generate([Request(p, "full", SamplingParams(20, ignore_eos=True)) for p in prompts])
+    ours = engine.generate(
+        [Request(p, "full", SamplingParams(20, ignore_eos=True)) for p in prompts]
+    )
     for prompt, result in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt])
-        theirs = model.generate(ids, max_new_tokens=20, min_new_tokens=20, do_sample=False, eos_token_id=None)
+        theirs = model.generate(
+            ids, max_new_tokens=20, min_new_tokens=20, do_sample=False, eos_token_id=None
+        )
         assert result.token_ids == theirs[0, ids.shape[1] :].tolist()
 
 
 def test_batched_decoding_equals_one_at_a_time(engine: Engine):
-    requests = [request(count, count, max_tokens) for count, max_tokens in ((5, 20), (90, 3), (17, 11), (200, 1))]
+    requests = [
+        request(count, count, max_tokens)
+        for count, max_tokens in ((5, 20), (90, 3), (17, 11), (200, 1))
+    ]
     together = [r.token_ids for r in engine.generate(requests)]
     engine.clear_cache()
     assert together == [engine.generate([one])[0].token_ids for one in requests]
@@ -51,7 +60,9 @@ def test_batched_decoding_equals_one_at_a_time(engine: Engine):
 
 def test_sampling_depends_on_the_seed_only(engine: Engine):
     def sampled(seed: int) -> Request:
-        return Request(tokens(20), "full", SamplingParams(12, temperature=1.0, top_p=0.95, top_k=50, seed=seed))
+        return Request(
+            tokens(20), "full", SamplingParams(12, temperature=1.0, top_p=0.95, top_k=50, seed=seed)
+        )
 
     alone = engine.generate([sampled(1)])[0].token_ids
     batch = [r.token_ids for r in engine.generate([sampled(2), sampled(1), sampled(1)])]
@@ -69,7 +80,11 @@ def test_streaming_gives_the_same_text_piece_by_piece(engine: Engine):
         pieces[event.index] += event.text
         if event.result:
             final[event.index] = event.result
-    assert pieces == {i: r.text for i, r in enumerate(results)} == {i: r.text for i, r in final.items()}
+    assert (
+        pieces
+        == {i: r.text for i, r in enumerate(results)}
+        == {i: r.text for i, r in final.items()}
+    )
 
 
 def test_streams_can_be_interleaved_and_abandoned(engine: Engine):
@@ -99,7 +114,9 @@ def test_stop_strings_end_the_text_before_them(engine: Engine):
 def test_eos_ends_the_answer(model_dirs: dict[str, Path], engine: Engine):
     token = engine.generate([request(20, 1)])[0].token_ids[3]
     other = Engine(model_dirs["llama"], dtype="float32")
-    other.scheduler.decoder.config = type(other.config)(**{**vars(other.config), "eos_token_ids": (token,)})
+    other.scheduler.decoder.config = type(other.config)(
+        **{**vars(other.config), "eos_token_ids": (token,)}
+    )
     result = other.generate([Request(tokens(20, 1), "full", SamplingParams(8))])[0]
     assert result.finish_reason == "eos"
     assert result.token_ids[-1] == token
@@ -127,15 +144,22 @@ def test_grafts_are_given_up_when_their_sources_fill_the_pool(
     assert [record.getMessage() for record in caplog.records] == [
         "request 0 falls back to full recomputation: pool_pressure"
     ]
-    expected = engine.generate([Request(prompt, "full", SamplingParams(4, ignore_eos=True), "elsewhere")])[0]
+    expected = engine.generate(
+        [Request(prompt, "full", SamplingParams(4, ignore_eos=True), "elsewhere")]
+    )[0]
     assert result.token_ids == expected.token_ids
 
 
-def test_a_request_that_can_never_fit_ends_with_an_error_and_the_others_go_on(model_dirs: dict[str, Path]):
+def test_a_request_that_can_never_fit_ends_with_an_error_and_the_others_go_on(
+    model_dirs: dict[str, Path],
+):
     small = Engine(model_dirs["llama"], dtype="float32", num_pages=4)
     results = small.generate([request(20, 1), request(100, 2), request(20, 3)])
     assert [r.finish_reason for r in results] == ["length", "error", "length"]
-    assert results[1].error == "7 pages needed, 4 of 4 can be freed (0 are pinned): the KV pool must be larger"
+    assert (
+        results[1].error
+        == "7 pages needed, 4 of 4 can be freed (0 are pinned): the KV pool must be larger"
+    )
     small.check()
 
 
@@ -147,9 +171,15 @@ def test_a_request_that_can_never_fit_ends_with_an_error_and_the_others_go_on(mo
         (Request([7, VOCAB_SIZE]), "token ids must be in 0..199, got 7..200"),
         (Request([-1]), "token ids must be in 0..199, got -1..-1"),
         (Request("w3", policy="magic"), "unknown policy 'magic'"),
-        (Request("w3", policy="sparsex:recompute_share=7"), "recompute_share must be a share from 0 to 1, got 7"),
+        (
+            Request("w3", policy="sparsex:recompute_share=7"),
+            "recompute_share must be a share from 0 to 1, got 7",
+        ),
         (request(600), "600 prompt tokens and 8 to generate exceed the limit of 512"),
-        (request(100, max_tokens=500), "100 prompt tokens and 500 to generate exceed the limit of 512"),
+        (
+            request(100, max_tokens=500),
+            "100 prompt tokens and 500 to generate exceed the limit of 512",
+        ),
         (Request([1.5]), "request 0"),  # type: ignore[list-item]
     ],
 )
@@ -175,7 +205,9 @@ def test_a_prompt_by_itself_is_one_prompt(engine: Engine):
         results = engine.generate(prompts)  # type: ignore[arg-type]
         wanted = engine.generate([Request(one) for one in expected])
         assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
-        assert [result.report.prompt_tokens for result in results] == [result.report.prompt_tokens for result in wanted]
+        assert [result.report.prompt_tokens for result in results] == [
+            result.report.prompt_tokens for result in wanted
+        ]
     assert {event.index for event in engine.stream(text)} == {0}
     pinned = [engine.pin("text", one) for one in (ids, Request(ids))]
     engine.pins.delete("text", "default")
@@ -189,7 +221,10 @@ def test_a_prompt_by_itself_is_one_prompt(engine: Engine):
         (5, "request 0 is of type int"),
         ({"prompt": "hello"}, "request 0 is of type dict"),
         (["hello", {"prompt": "hello"}], "request 1 is of type dict"),
-        (["hello", Segment("hello")], r"request 1 is of type Segment: .* \(parts: Request\(\[\.\.\.\]\)\)"),
+        (
+            ["hello", Segment("hello")],
+            r"request 1 is of type Segment: .* \(parts: Request\(\[\.\.\.\]\)\)",
+        ),
         ([[]], "request 0 is of type list"),
         ([[1, 2.5]], "request 0 is of type list"),
     ],
@@ -219,7 +254,9 @@ def test_parts_and_text_give_the_same_answer(engine: Engine):
         ({"kv_gib": 0.0}, "num_pages and block_size must be positive"),
     ],
 )
-def test_bad_engine_options_are_refused(model_dirs: dict[str, Path], options: dict[str, object], message: str):
+def test_bad_engine_options_are_refused(
+    model_dirs: dict[str, Path], options: dict[str, object], message: str
+):
     with pytest.raises(ValueError, match=message):
         Engine(model_dirs["llama"], **options)  # type: ignore[arg-type]
 
@@ -251,9 +288,14 @@ def test_pinned_text_is_shed_when_requests_need_the_room(model_dirs: dict[str, P
     engine = Engine(model_dirs["llama"], dtype="float32", num_pages=20, watermark=0.9)
     engine.pin("used", Request(tokens(70, 1)))
     engine.pin("unused", Request(tokens(70, 2)))
-    engine.generate([Request(tokens(5, 3) + tokens(70, 1), "naive", SamplingParams(1), remember=False)])
+    engine.generate(
+        [Request(tokens(5, 3) + tokens(70, 1), "naive", SamplingParams(1), remember=False)]
+    )
     engine.generate([request(200, 4, max_tokens=1)])  # 13 pages and 8 pinned ones: above 18
-    assert {entry.name: len(entry.pages) for entry in engine.pins.list()} == {"used": 4, "unused": 1}
+    assert {entry.name: len(entry.pages) for entry in engine.pins.list()} == {
+        "used": 4,
+        "unused": 1,
+    }
     engine.check()
 
 
@@ -262,10 +304,15 @@ def test_a_request_does_not_shed_what_it_uses_itself(model_dirs: dict[str, Path]
     engine = Engine(model_dirs["llama"], dtype="float32", num_pages=20, watermark=0.9)
     engine.pin("wanted", Request(tokens(70, 1)))
     engine.pin("other", Request(tokens(70, 2)))
-    ask = Request(tokens(5, 3) + tokens(70, 1) + tokens(100, 4), "naive", SamplingParams(1), remember=False)
+    ask = Request(
+        tokens(5, 3) + tokens(70, 1) + tokens(100, 4), "naive", SamplingParams(1), remember=False
+    )
     [result] = engine.generate([ask])  # 11 pages and 8 pinned ones: above 18
     assert result.report.grafted_tokens >= 64
-    assert {entry.name: len(entry.pages) for entry in engine.pins.list()} == {"wanted": 4, "other": 3}
+    assert {entry.name: len(entry.pages) for entry in engine.pins.list()} == {
+        "wanted": 4,
+        "other": 3,
+    }
     engine.check()
 
 
@@ -274,7 +321,8 @@ def test_a_request_that_has_to_wait_sheds_nothing(model_dirs: dict[str, Path]):
     engine.pin("manual", Request(tokens(70, 1)))  # 4 pages
     running = engine.stream([request(100, 2, max_tokens=100)])  # 13 pages
     next(running)
-    waiting = engine.stream([request(100, 3, max_tokens=20)])  # 8 pages: 4 pinned ones would not help
+    # 8 pages: 4 pinned ones would not help
+    waiting = engine.stream([request(100, 3, max_tokens=20)])
     next(waiting)  # steps until the other has ended
     assert len(engine.pins.list()[0].pages) == 4
     list(running)
@@ -291,8 +339,11 @@ class Broken(Policy):
 
 
 def test_a_failing_policy_leaves_no_request_half_prefilled(model_dirs: dict[str, Path]):
-    """A step that another stream drives admits the broken request; it must not go on to decode unwritten pages."""
-    engine = Engine(model_dirs["llama"], dtype="float32", max_prefill_tokens=32, poison_dropped_pages=True)
+    """A step that another stream drives admits the broken request; it must not go on to decode
+    unwritten pages."""
+    engine = Engine(
+        model_dirs["llama"], dtype="float32", max_prefill_tokens=32, poison_dropped_pages=True
+    )
     engine.generate([request(32, 9)])
     first = engine.stream([request(30, 1, max_tokens=30), Request([7, *tokens(32, 9)], Broken())])
     next(first)
@@ -309,7 +360,9 @@ def test_pinning_too_much_or_nothing_is_refused(model_dirs: dict[str, Path]):
     engine = Engine(model_dirs["llama"], dtype="float32", num_pages=20)
     with pytest.raises(ValueError, match="'short': the text fills no whole block"):
         engine.pin("short", "w3")
-    with pytest.raises(ValueError, match="'long' needs 12 pinned pages, but 0 of at most 10 are taken"):
+    with pytest.raises(
+        ValueError, match="'long' needs 12 pinned pages, but 0 of at most 10 are taken"
+    ):
         engine.pin("long", Request(tokens(200)))
     engine.check()
 
@@ -318,9 +371,15 @@ def test_the_report_adds_up(engine: Engine):
     known = tokens(80, 1)
     engine.generate([Request(known, "full")])
     prompt = known[:40] + tokens(3, 2) + known[40:] + tokens(4, 3)
-    report = engine.generate([Request(prompt, "sparsex:boundary_layers=2,overflow_blocks=0")])[0].report
+    report = engine.generate([Request(prompt, "sparsex:boundary_layers=2,overflow_blocks=0")])[
+        0
+    ].report
     assert report.prefix_tokens == 32
-    assert report.prefix_tokens + report.grafted_tokens + report.fresh_tokens == report.prompt_tokens == 87
+    assert (
+        report.prefix_tokens + report.grafted_tokens + report.fresh_tokens
+        == report.prompt_tokens
+        == 87
+    )
     assert 0 < report.recomputed_tokens <= report.grafted_tokens
     assert {"queue", "match", "align", "dense", "select", "sparse"} == set(report.stages)
     assert sum(report.stages.values()) <= report.ttft_s
@@ -329,12 +388,15 @@ def test_the_report_adds_up(engine: Engine):
 
 
 def test_floating_point_operations_are_counted(engine: Engine, model_dirs: dict[str, Path]):
-    """Of every linear layer of transformers' model twice its weights a token, and both products of attention."""
+    """Of every linear layer of transformers' model twice its weights a token, and both products of
+    attention."""
     import torch
     from transformers import AutoModelForCausalLM
 
     layer = AutoModelForCausalLM.from_pretrained(model_dirs["llama"]).model.layers[0]
-    linear = [module.weight.numel() for module in layer.modules() if isinstance(module, torch.nn.Linear)]
+    linear = [
+        module.weight.numel() for module in layer.modules() if isinstance(module, torch.nn.Linear)
+    ]
     config, known = engine.config, tokens(64, 1)
     by_key = 4 * config.num_heads * config.head_dim
     full = engine.generate([Request(known, "full")])[0].report
@@ -345,11 +407,15 @@ def test_floating_point_operations_are_counted(engine: Engine, model_dirs: dict[
     )
     seen = 1 + 66  # keys that the first and the last token attend to
     assert naive.flops == config.num_layers * (2 * 2 * sum(linear) + by_key * seen)
-    projected = 2 * config.hidden_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    projected = (
+        2 * config.hidden_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    )
     assert probe.flops == naive.flops + 2 * projected + by_key // 2 * 66
 
 
-def test_padding_aligns_segments_to_blocks(model_dirs: dict[str, Path], engine: Engine, tmp_path: Path):
+def test_padding_aligns_segments_to_blocks(
+    model_dirs: dict[str, Path], engine: Engine, tmp_path: Path
+):
     from models import make_model
 
     directory = make_model(tmp_path, "llama")

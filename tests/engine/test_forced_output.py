@@ -1,4 +1,5 @@
-"""Answers that a request gives: what the model thinks of each token, over KV chosen by the prompt alone."""
+"""Answers that a request gives: what the model thinks of each token, over KV chosen by the prompt
+alone."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,10 @@ PROMPT = [*tokens(30, 3), *DOCUMENT, *tokens(12, 4)]
 
 @pytest.fixture(scope="module")
 def engines(model_dirs: dict[str, Path]) -> dict[str, Engine]:
-    return {family: Engine(model_dirs[family], dtype="float32", poison_dropped_pages=True) for family in FAMILIES}
+    return {
+        family: Engine(model_dirs[family], dtype="float32", poison_dropped_pages=True)
+        for family in FAMILIES
+    }
 
 
 @pytest.fixture
@@ -39,18 +43,23 @@ def engine(engines: dict[str, Engine]) -> Engine:
 
 def ask(engine: Engine, policy: object, answer: Sequence[int] = (), **fields: object) -> Result:
     sampling = SamplingParams(max_tokens=max(1, len(answer)), ignore_eos=True)
-    request = Request(PROMPT, policy, sampling, remember=False, return_logits=True, forced_output=answer, **fields)  # type: ignore[arg-type]
+    request = Request(
+        PROMPT, policy, sampling, remember=False, return_logits=True, forced_output=answer, **fields
+    )  # type: ignore[arg-type]
     [result] = engine.generate([request])
     return result
 
 
 def read(engine: Engine) -> None:
     """Make the document known, behind other text."""
-    engine.generate([Request([*tokens(20, 5), *DOCUMENT], "full", SamplingParams(1, ignore_eos=True))])
+    engine.generate(
+        [Request([*tokens(20, 5), *DOCUMENT], "full", SamplingParams(1, ignore_eos=True))]
+    )
 
 
 def forward(model_dir: Path) -> Tensor:
-    """What transformers says at the places of the answer, in one pass over prompt and answer: [9, V]."""
+    """What transformers says at the places of the answer, in one pass over prompt and answer: [9,
+    V]."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
@@ -80,7 +89,9 @@ def test_scores_are_those_of_one_pass_over_prompt_and_answer(
     assert distance(naive, expected) > 0.01
 
 
-@pytest.mark.parametrize("policy", ["naive", "epic", "sparsex", "cacheblend", "transitive", "spread"])
+@pytest.mark.parametrize(
+    "policy", ["naive", "epic", "sparsex", "cacheblend", "transitive", "spread"]
+)
 def test_the_policy_chooses_by_the_prompt_alone(engine: Engine, policy: str):
     read(engine)
     alone, given = (Recorded(parse_policy(policy)) for _ in range(2))
@@ -95,7 +106,16 @@ def test_an_answer_of_its_own_has_the_same_logits_when_it_is_given(engine: Engin
     sampling = SamplingParams(max_tokens=12, ignore_eos=True)
     [own] = engine.generate([Request(PROMPT, "full", sampling, remember=False, return_logits=True)])
     [given] = engine.generate(
-        [Request(PROMPT, "full", sampling, remember=False, return_logits=True, forced_output=own.token_ids)]
+        [
+            Request(
+                PROMPT,
+                "full",
+                sampling,
+                remember=False,
+                return_logits=True,
+                forced_output=own.token_ids,
+            )
+        ]
     )
     assert own.logits is not None
     assert given.logits is not None
@@ -106,7 +126,9 @@ def test_an_answer_of_its_own_has_the_same_logits_when_it_is_given(engine: Engin
 
 def test_behind_what_is_given_the_model_goes_on_by_itself(engine: Engine):
     sampling = SamplingParams(max_tokens=12, ignore_eos=True)
-    [whole] = engine.generate([Request([*PROMPT, *ANSWER], "full", SamplingParams(3, ignore_eos=True))])
+    [whole] = engine.generate(
+        [Request([*PROMPT, *ANSWER], "full", SamplingParams(3, ignore_eos=True))]
+    )
     given, other = engine.generate(
         [
             Request(PROMPT, "full", sampling, forced_output=ANSWER),
@@ -121,7 +143,11 @@ def test_behind_what_is_given_the_model_goes_on_by_itself(engine: Engine):
 def test_a_given_end_of_sequence_ends_the_answer(engine: Engine):
     [end, *_] = engine.config.eos_token_ids
     request = Request(
-        PROMPT, "full", SamplingParams(9), return_logits=True, forced_output=[*ANSWER[:3], end, *ANSWER[:2]]
+        PROMPT,
+        "full",
+        SamplingParams(9),
+        return_logits=True,
+        forced_output=[*ANSWER[:3], end, *ANSWER[:2]],
     )
     [result] = engine.generate([request])
     assert (result.finish_reason, result.token_ids) == ("eos", [*ANSWER[:3], end])
@@ -139,7 +165,10 @@ def test_what_is_given_crosses_over_with_the_prompt(engine: Engine, tmp_path: Pa
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ([3, VOCAB_SIZE], rf"forced_output must be token ids in 0\.\.{VOCAB_SIZE - 1}, got \[3, {VOCAB_SIZE}\]"),
+        (
+            [3, VOCAB_SIZE],
+            rf"forced_output must be token ids in 0\.\.{VOCAB_SIZE - 1}, got \[3, {VOCAB_SIZE}\]",
+        ),
         ([-1], r"forced_output must be token ids in 0\.\.\d+, got \[-1\]"),
         ([True], r"forced_output must be token ids in 0\.\.\d+, got \[True\]"),
         ("w3", r"forced_output must be token ids in 0\.\.\d+, got w3"),

@@ -1,4 +1,5 @@
-"""The engine on per-head pages computes the model that the head map describes, and frees what local heads leave."""
+"""The engine on per-head pages computes the model that the head map describes, and frees what local
+heads leave."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,9 @@ L, G, R = HeadClass.LOCAL, HeadClass.GLOBAL, HeadClass.RETRIEVAL
 CLASSES = ((L, G), (L, L), (R, L), (L, L))  # of the tiny qwen3: 4 layers of 2 KV heads
 
 
-def head_map(model_dir: Path, classes: Sequence[Sequence[HeadClass]] = CLASSES, window: int = WINDOW) -> HeadMap:
+def head_map(
+    model_dir: Path, classes: Sequence[Sequence[HeadClass]] = CLASSES, window: int = WINDOW
+) -> HeadMap:
     return HeadMap(load_config(model_dir).identity, SINKS, window, tuple(map(tuple, classes)))
 
 
@@ -73,7 +76,9 @@ def masked_logits(
     for layer, row in enumerate(classes):
         query, keys, values = decoder.project(layer, hidden, cos, sin)
         groups = query.shape[1] // keys.shape[1]
-        mask = torch.stack([windowed if found is L else causal for found in row]).repeat_interleave(groups, 0)
+        mask = torch.stack([windowed if found is L else causal for found in row]).repeat_interleave(
+            groups, 0
+        )
         attended = torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(0, 1) for x in (query, keys, values)), attn_mask=mask, enable_gqa=True
         )
@@ -83,7 +88,11 @@ def masked_logits(
 
 
 def ask(
-    engine: Engine, prompt: list[int], policy: Policy | None = None, max_tokens: int = 1, **fields: object
+    engine: Engine,
+    prompt: list[int],
+    policy: Policy | None = None,
+    max_tokens: int = 1,
+    **fields: object,
 ) -> Result:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     [result] = engine.generate([Request(prompt, policy, sampling, return_logits=True, **fields)])  # type: ignore[arg-type]
@@ -98,18 +107,24 @@ def difference(result: Result, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("count", [1, 2, 8, 24, 27, 39, 40, 41, 130, 200])
-def test_prefill_and_decode_are_those_of_masked_dense_attention(engine: Engine, decoder: Decoder, count: int):
+def test_prefill_and_decode_are_those_of_masked_dense_attention(
+    engine: Engine, decoder: Decoder, count: int
+):
     """Prompts of one chunk and of several; the window leaves blocks behind in both phases."""
     prompt = tokens(count, 1)
     result = ask(engine, prompt, max_tokens=40)
     assert difference(result, masked_logits(decoder, prompt)[-1]) < TOLERANCE
-    expected = masked_logits(decoder, prompt + result.token_ids[:-1])[count - 1 :].argmax(-1).tolist()
+    expected = (
+        masked_logits(decoder, prompt + result.token_ids[:-1])[count - 1 :].argmax(-1).tolist()
+    )
     assert result.token_ids == expected
 
 
 def test_prompts_answered_together_are_answered_as_alone(engine: Engine, decoder: Decoder):
     prompts = [tokens(count, seed) for seed, count in enumerate([5, 70, 31, 120, 16])]
-    requests = [Request(prompt, None, SamplingParams(max_tokens=30, ignore_eos=True)) for prompt in prompts]
+    requests = [
+        Request(prompt, None, SamplingParams(max_tokens=30, ignore_eos=True)) for prompt in prompts
+    ]
     for prompt, result in zip(prompts, engine.generate(requests), strict=True):
         logits = masked_logits(decoder, prompt + result.token_ids[:-1])
         assert result.token_ids == logits[len(prompt) - 1 :].argmax(-1).tolist()
@@ -118,7 +133,9 @@ def test_prompts_answered_together_are_answered_as_alone(engine: Engine, decoder
 def test_a_long_session_holds_the_windows_of_local_heads_only(engine: Engine):
     layout = engine.memory.cache.layout
     assert (layout.width, layout.num_lists) == (2, 4)
-    stream = engine.stream([Request(tokens(160, 1), None, SamplingParams(max_tokens=100, ignore_eos=True))])
+    stream = engine.stream(
+        [Request(tokens(160, 1), None, SamplingParams(max_tokens=100, ignore_eos=True))]
+    )
     most = 0
     for _ in stream:
         used = engine.memory.pool.num_used
@@ -138,7 +155,8 @@ def test_exact_hits_are_exact_while_local_pages_live_and_after(engine: Engine, d
         assert difference(result, masked_logits(decoder, prompt)[-1]) < TOLERANCE
     local = engine.memory.lookup.local_pages
     pages = engine.memory.lookup.find_prefix(shared, engine.scope_of("default"))
-    engine.memory.pool._drop(local.of(np.array(pages[9:11])).ravel().tolist())  # what the next token would see
+    # what the next token would see
+    engine.memory.pool._drop(local.of(np.array(pages[9:11])).ravel().tolist())
     prompt = shared + tokens(30, 5)
     result = ask(engine, prompt)
     assert result.report.prefix_tokens == 80  # blocks 9 and 10 are computed again
@@ -200,10 +218,13 @@ def test_what_local_heads_have_lost_is_computed(engine: Engine, decoder: Decoder
     assert difference(result, masked_logits(decoder, prompt)[-1]) < TOLERANCE
 
 
-def test_pinned_text_keeps_what_its_heads_need_and_is_an_exact_prefix(engine: Engine, decoder: Decoder):
+def test_pinned_text_keeps_what_its_heads_need_and_is_an_exact_prefix(
+    engine: Engine, decoder: Decoder
+):
     known = tokens(120, 1)
     entry = engine.pin("manual", Request(known))
-    assert len(entry.pages) == 15 + 3 * (1 + 3)  # all blocks of the first list; sinks and last window of the others
+    # all blocks of the first list; sinks and last window of the others
+    assert len(entry.pages) == 15 + 3 * (1 + 3)
     for seed in range(2, 9):
         ask(engine, tokens(400, seed))  # the pool turns over
     prompt = known + tokens(20, 9)
@@ -225,8 +246,12 @@ def test_pages_are_conserved_and_answers_exact_under_random_load(
     for _ in range(data.draw(st.integers(1, 4))):
         requests, prompts = [], []
         for seed in range(data.draw(st.integers(1, 4))):
-            parts = [texts[i] for i in data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3))]
-            prompt = tokens(data.draw(st.integers(0, 30)), 10 + seed) + [t for part in parts for t in part]
+            parts = [
+                texts[i] for i in data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3))
+            ]
+            prompt = tokens(data.draw(st.integers(0, 30)), 10 + seed) + [
+                t for part in parts for t in part
+            ]
             policy = data.draw(st.sampled_from([Full(), *EVERYTHING]))
             sampling = SamplingParams(max_tokens=data.draw(st.integers(1, 50)), ignore_eos=True)
             requests.append(Request(prompt, policy, sampling, return_logits=True))
@@ -242,10 +267,13 @@ def test_pages_are_conserved_and_answers_exact_under_random_load(
 
 @pytest.mark.parametrize("head_paging", [False, True])
 @pytest.mark.parametrize("count", [5, 40, 131])
-def test_a_prompt_computed_here_is_answered_there(model_dir: Path, tmp_path: Path, count: int, head_paging: bool):
+def test_a_prompt_computed_here_is_answered_there(
+    model_dir: Path, tmp_path: Path, count: int, head_paging: bool
+):
     path, prompt = tmp_path / "payload.safetensors", tokens(count, 1)
     here, there = (
-        Engine(model_dir, dtype="float32", head_map=head_map(model_dir), head_paging=head_paging) for _ in range(2)
+        Engine(model_dir, dtype="float32", head_map=head_map(model_dir), head_paging=head_paging)
+        for _ in range(2)
     )
     request = Request(prompt, "full", SamplingParams(max_tokens=50, ignore_eos=True))
     assert here.prefill(request, path).prompt_tokens == count
@@ -262,15 +290,21 @@ def test_a_prompt_computed_here_is_answered_there(model_dir: Path, tmp_path: Pat
 def test_local_heads_send_sinks_and_windows_only(model_dir: Path, tmp_path: Path):
     sizes = {}
     for head_paging in (False, True):
-        engine = Engine(model_dir, dtype="float32", head_map=head_map(model_dir), head_paging=head_paging)
+        engine = Engine(
+            model_dir, dtype="float32", head_map=head_map(model_dir), head_paging=head_paging
+        )
         engine.prefill(Request(tokens(400, 1)), tmp_path / "payload")
-        sizes[head_paging] = sum(tensor.nbytes for tensor in load_file(tmp_path / "payload").values())
+        sizes[head_paging] = sum(
+            tensor.nbytes for tensor in load_file(tmp_path / "payload").values()
+        )
     per_token = 2 * 32 * 4  # keys and values of a head of 32 numbers
     assert sizes[False] == 8 * 400 * per_token
     assert sizes[True] == (2 * 400 + 6 * (SINKS + WINDOW - 1)) * per_token
 
 
-def test_payloads_that_do_not_fit_are_refused(model_dir: Path, model_dirs: dict[str, Path], tmp_path: Path):
+def test_payloads_that_do_not_fit_are_refused(
+    model_dir: Path, model_dirs: dict[str, Path], tmp_path: Path
+):
     engine, other = Engine(model_dir, dtype="float32"), Engine(model_dirs["llama"], dtype="float32")
     path = tmp_path / "payload"
     with pytest.raises(FileNotFoundError, match="no such file"):

@@ -1,4 +1,5 @@
-"""Latent attention (MLA): what a paged cache of latents holds, and flows that choose blocks by them.
+"""Latent attention (MLA): what a paged cache of latents holds, and flows that choose blocks by
+them.
 
 That logits, policies and documents are right is tested with those of the other families.
 """
@@ -26,27 +27,37 @@ def request(count: int, flow: str = "dense") -> Request:
 
 @pytest.fixture(scope="module", params=["deepseek_v2", "deepseek_v3"])
 def engine(request: pytest.FixtureRequest, model_dirs: dict[str, Path]) -> Engine:
-    return Engine(model_dirs[request.param], dtype="float32", block_size=8, poison_dropped_pages=True)
+    return Engine(
+        model_dirs[request.param], dtype="float32", block_size=8, poison_dropped_pages=True
+    )
 
 
 def test_a_token_is_kept_once(engine: Engine):
-    assert engine.memory.cache.page_bytes == 3 * 8 * (24 + 8) * 4  # layers, tokens, rank and rope, float32
+    # layers, tokens, rank and rope, float32
+    assert engine.memory.cache.page_bytes == 3 * 8 * (24 + 8) * 4
     assert engine.memory.cache.values is engine.memory.cache.keys
     used = engine.generate([request(40)])[0].report.kv_bytes
     assert used == 8 * engine.memory.cache.page_bytes  # 63 tokens
 
 
-@pytest.mark.parametrize("flow", sorted(NAMED.keys() - {"sonnet_above_mean_gate"}))  # which leaves out what it may
-def test_with_all_blocks_a_flow_is_dense_attention(engine: Engine, flow: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvgraft.decode.flow.Program.reaches", lambda *_: True)  # else nothing would be sparse
+# which leaves out what it may
+@pytest.mark.parametrize("flow", sorted(NAMED.keys() - {"sonnet_above_mean_gate"}))
+def test_with_all_blocks_a_flow_is_dense_attention(
+    engine: Engine, flow: str, monkeypatch: pytest.MonkeyPatch
+):
+    # else nothing would be sparse
+    monkeypatch.setattr("kvgraft.decode.flow.Program.reaches", lambda *_: True)
     engine.clear_cache()
     dense = engine.generate([request(count) for count in LENGTHS])
-    sparse = engine.generate([request(count, f"{NAMED[flow]}:topk_blocks=60,layers_skip=none") for count in LENGTHS])
+    sparse = engine.generate(
+        [request(count, f"{NAMED[flow]}:topk_blocks=60,layers_skip=none") for count in LENGTHS]
+    )
     assert [result.token_ids for result in sparse] == [result.token_ids for result in dense]
 
 
 @pytest.mark.parametrize(
-    ("flow", "aware"), [("block_topk:topk_blocks=2", True), (f"{CHANNELS}:channel_topk:topk_blocks=2,{ROPE}", False)]
+    ("flow", "aware"),
+    [("block_topk:topk_blocks=2", True), (f"{CHANNELS}:channel_topk:topk_blocks=2,{ROPE}", False)],
 )
 def test_flows_see_the_fused_latent_or_its_content_alone(
     engine: Engine, flow: str, aware: bool, monkeypatch: pytest.MonkeyPatch
@@ -56,15 +67,21 @@ def test_flows_see_the_fused_latent_or_its_content_alone(
 
     def spy(query, keys, values, tables, lengths, *rest):  # type: ignore[no-untyped-def]
         [sequence] = engine.scheduler.running
-        seen.append((query, keys, tables, torch.from_numpy(sequence.pages.pages[0]).to(keys.device)))
+        seen.append(
+            (query, keys, tables, torch.from_numpy(sequence.pages.pages[0]).to(keys.device))
+        )
         return attention(query, keys, values, tables, lengths, *rest)
 
     monkeypatch.setattr(indexer, "block_sparse_attention", spy)
     engine.clear_cache()
-    prompt = Request(request(201, flow).prompt, "full", SamplingParams(2, ignore_eos=True), flow=flow)
+    prompt = Request(
+        request(201, flow).prompt, "full", SamplingParams(2, ignore_eos=True), flow=flow
+    )
     engine.generate([prompt])
     [(query, keys, tables, pages), _] = seen  # layers, of which the first is dense
-    masked = torch.tensor([*range(32)] if aware else [*range(12), *range(16, 28)], device=query.device)
+    masked = torch.tensor(
+        [*range(32)] if aware else [*range(12), *range(16, 28)], device=query.device
+    )
     routed = query.index_fill(2, masked, 0.0)  # what is masked, to be taken away
     score = (keys[pages[:25]].mean(1) @ (query if aware else query - routed)[0].T).amax(1)
     best = score[1:24].topk(2).indices.sort().values + 1

@@ -1,4 +1,5 @@
-"""What must hold for every policy: recomputing everything is exact, grafts read their source, nothing leaks."""
+"""What must hold for every policy: recomputing everything is exact, grafts read their source,
+nothing leaks."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,10 +37,19 @@ EVERYTHING = [
     Epic(start_tokens=10_000),
     *(CacheBlend(check_layer=layer, recompute_share=1.0) for layer in (0, 1, 99)),
     Prophet(recompute_share=1.0),
-    *(Transitive(probe_layers=probe, recompute_share=1.0, hops=hops) for probe, hops in ((0, 2), (1, 1), (99, 0))),
-    *(Spread(score_layer=layer, recompute_share=1.0, hops=hops) for layer, hops in ((0, 0), (1, 2), (98, 0))),
+    *(
+        Transitive(probe_layers=probe, recompute_share=1.0, hops=hops)
+        for probe, hops in ((0, 2), (1, 1), (99, 0))
+    ),
+    *(
+        Spread(score_layer=layer, recompute_share=1.0, hops=hops)
+        for layer, hops in ((0, 0), (1, 2), (98, 0))
+    ),
     Spread(start_tokens=10_000, start_share=1.0, recompute_share=0.0, spread_share=1.0),
-    *(RedKnot(dense_layers=layers, mass_share=1.0, windows="off", reuse="off") for layers in (0, 1, 99)),
+    *(
+        RedKnot(dense_layers=layers, mass_share=1.0, windows="off", reuse="off")
+        for layers in (0, 1, 99)
+    ),
     Similar(reused_layers=0),
     Similar(reused_layers=1, halo_tokens=10_000),
     Similar(reused_layers=2, halo_tokens=3, probe_tokens=2, max_kl=0.0),
@@ -55,7 +65,14 @@ APPROXIMATE = [
     Transitive(),
     Spread(),
     RedKnot(recent_tokens=8, min_ffn_tokens=4),
-    RedKnot(dense_layers=0, mass_share=0.2, recent_tokens=0, min_ffn_tokens=0, edge_mass_share=0.01, reuse="off"),
+    RedKnot(
+        dense_layers=0,
+        mass_share=0.2,
+        recent_tokens=0,
+        min_ffn_tokens=0,
+        edge_mass_share=0.01,
+        reuse="off",
+    ),
     SparseX(boundary_layers=1, shallow="fresh"),
     Similar(reused_layers=1, halo_tokens=2, probe_tokens=0),
     Similar(reused_layers=2, halo_tokens=4, max_kl=0.05),
@@ -111,7 +128,9 @@ def reads_deep_values(policy: Policy) -> bool:
     return getattr(policy, "reuse", "on") == "on" and not isinstance(policy, Similar)
 
 
-def test_full_prefill_equals_transformers(engines: dict[tuple[str, int], Engine], model_dirs: dict[str, Path]):
+def test_full_prefill_equals_transformers(
+    engines: dict[tuple[str, int], Engine], model_dirs: dict[str, Path]
+):
     from transformers import AutoModelForCausalLM
 
     for family, directory in model_dirs.items():
@@ -142,18 +161,24 @@ def test_recomputing_everything_is_full_prefill_at_length(
     check_recomputing_everything(engines, family, data)
 
 
-def check_recomputing_everything(engines: dict[tuple[str, int], Engine], family: str, data: st.DataObject) -> None:
-    """Any interleaving: segments of any length, order and offset, repeats, exact prefixes, other namespaces."""
+def check_recomputing_everything(
+    engines: dict[tuple[str, int], Engine], family: str, data: st.DataObject
+) -> None:
+    """Any interleaving: segments of any length, order and offset, repeats, exact prefixes, other
+    namespaces."""
     engine = engines[family, data.draw(st.sampled_from([16, 32]), label="block size")]
     engine.clear_cache()
-    segments = [tokens(data.draw(st.integers(1, 70)), seed) for seed in range(data.draw(st.integers(1, 4)))]
+    segments = [
+        tokens(data.draw(st.integers(1, 70)), seed) for seed in range(data.draw(st.integers(1, 4)))
+    ]
     order = st.lists(st.integers(0, len(segments) - 1), min_size=1, max_size=5)
 
     def compose(seed: int, opening: list[int]) -> list[int]:
         parts = opening + [
             token
             for place, number in enumerate(data.draw(order))
-            for token in tokens(data.draw(st.integers(0, 20)), 100 * seed + place) + segments[number]
+            for token in tokens(data.draw(st.integers(0, 20)), 100 * seed + place)
+            + segments[number]
         ]
         return (parts + tokens(data.draw(st.integers(0, 20)), 100 * seed + 99))[:400]
 
@@ -173,15 +198,24 @@ def check_recomputing_everything(engines: dict[tuple[str, int], Engine], family:
 
 @pytest.mark.parametrize("policy", [*APPROXIMATE, *EVERYTHING])
 def test_mixed_batches_answer_as_alone(engine: Engine, policy: Policy):
-    """Requests with and without reuse, with exact prefixes, and under several policies, in one step."""
+    """Requests with and without reuse, with exact prefixes, and under several policies, in one
+    step."""
     known = tokens(80, 1)
     ask(engine, known, Full())
-    prompts = [tokens(5, 2) + known[20:] + tokens(6, 3), tokens(70, 4), known[:50] + tokens(9, 5), known]
+    prompts = [
+        tokens(5, 2) + known[20:] + tokens(6, 3),
+        tokens(70, 4),
+        known[:50] + tokens(9, 5),
+        known,
+    ]
     policies = [policy, policy, policy, Full()]
     alone = [ask(engine, p, q, remember=False) for p, q in zip(prompts, policies, strict=True)]
     sampling = SamplingParams(max_tokens=1, ignore_eos=True)
     together = engine.generate(
-        [Request(p, q, sampling, remember=False, return_logits=True) for p, q in zip(prompts, policies, strict=True)]
+        [
+            Request(p, q, sampling, remember=False, return_logits=True)
+            for p, q in zip(prompts, policies, strict=True)
+        ]
     )
     for one, many in zip(alone, together, strict=True):
         assert difference(many, one.first_logits) < TOLERANCE  # type: ignore[arg-type]
@@ -194,7 +228,9 @@ def test_mixed_batches_answer_as_alone(engine: Engine, policy: Policy):
 def test_a_prompt_without_reuse_is_computed_bit_for_bit_as_in_full(engine: Engine):
     prompt = tokens(150, 1)
     for policy in (*APPROXIMATE, *EVERYTHING):
-        assert torch.equal(ask(engine, prompt, policy, remember=False).first_logits, truth(engine, prompt))  # type: ignore[arg-type]
+        assert torch.equal(
+            ask(engine, prompt, policy, remember=False).first_logits, truth(engine, prompt)
+        )  # type: ignore[arg-type]
 
 
 def test_grafted_kv_is_approximate_and_recomputation_repairs_it(engine: Engine):
@@ -218,7 +254,8 @@ def test_grafted_kv_is_approximate_and_recomputation_repairs_it(engine: Engine):
 
 @pytest.mark.parametrize("policy", [policy for policy in APPROXIMATE if reads_deep_values(policy)])
 def test_a_graft_reads_its_source(engine: Engine, policy: Policy):
-    """Poison: what is changed in the source pages changes the answer; the same change elsewhere does not."""
+    """Poison: what is changed in the source pages changes the answer; the same change elsewhere
+    does not."""
     known, prompt = tokens(80, 1), tokens(9, 2) + tokens(80, 1) + tokens(5, 3)
     ask(engine, known, Full())
     before = ask(engine, prompt, policy, remember=False)
@@ -247,17 +284,22 @@ class KeysBeforeAndAfter(Policy):
         ctx.graft(layers)
         before = [ctx.keys(layer, grafted).clone() for layer in layers]
         hidden = ctx.run(layers, ctx.embed(ctx.plan.active))
-        self.seen.extend((old, ctx.keys(layer, grafted)) for layer, old in zip(layers, before, strict=True))
+        self.seen.extend(
+            (old, ctx.keys(layer, grafted)) for layer, old in zip(layers, before, strict=True)
+        )
         return hidden
 
 
 @pytest.mark.parametrize("moved", [-70, 130])
 def test_grafted_keys_of_the_first_layer_are_those_of_full_prefill(engine: Engine, moved: int):
-    """They depend on token and position only, so alignment must make them right at any distance, either way."""
+    """They depend on token and position only, so alignment must make them right at any distance,
+    either way."""
     known, early = tokens(96, 1), tokens(80, 9)
     ask(engine, early + known if moved < 0 else known, Full())
     policy = KeysBeforeAndAfter()
-    result = ask(engine, tokens(80 + moved if moved < 0 else moved, 2) + known, policy, remember=False)
+    result = ask(
+        engine, tokens(80 + moved if moved < 0 else moved, 2) + known, policy, remember=False
+    )
     assert result.report.grafted_tokens >= 80
     (first_before, first_after), *others = policy.seen
     torch.testing.assert_close(first_before, first_after, atol=1e-4, rtol=1e-4)
@@ -318,7 +360,9 @@ def test_blocks_after_a_graft_are_sources_only_if_configured(model_dirs: dict[st
         assert (grafted > 0) == allowed
 
 
-def test_a_document_read_behind_another_is_a_source_unless_clean_context_is_required(model_dirs: dict[str, Path]):
+def test_a_document_read_behind_another_is_a_source_unless_clean_context_is_required(
+    model_dirs: dict[str, Path],
+):
     hostile, document = tokens(40, 1), tokens(80, 2)
     for required in (False, True):
         engine = Engine(model_dirs["llama"], dtype="float32", require_clean_context=required)
@@ -344,7 +388,9 @@ def test_an_exact_hit_behind_a_gap_is_used_and_is_exact(model_dirs: dict[str, Pa
 
 def test_generated_text_is_a_source_as_well(engine: Engine):
     prompt = tokens(40, 1)
-    first = engine.generate([Request(prompt, "full", SamplingParams(max_tokens=60, ignore_eos=True))])[0]
+    first = engine.generate(
+        [Request(prompt, "full", SamplingParams(max_tokens=60, ignore_eos=True))]
+    )[0]
     second = ask(engine, tokens(7, 2) + first.token_ids, Naive())
     assert second.report.grafted_tokens >= 32
 
@@ -364,14 +410,19 @@ def test_a_prompt_known_to_its_end_recomputes_its_tail(engine: Engine):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_grafts_and_stays_close_to_float32(model_dirs: dict[str, Path], engine: Engine, dtype: str):
+def test_half_precision_grafts_and_stays_close_to_float32(
+    model_dirs: dict[str, Path], engine: Engine, dtype: str
+):
     """Recomputing everything: the error is that of the dtype, not of the graft."""
     half = Engine(model_dirs["qwen3"], dtype=dtype)
     known = tokens(96, 1)
     prompt = tokens(9, 2) + known + tokens(5, 3)
     ask(half, known, Full())
     full = truth(half, prompt)
-    for policy in (SparseX(boundary_layers=0, recompute_share=1.0), SparseX(boundary_layers=1, recompute_share=1.0)):
+    for policy in (
+        SparseX(boundary_layers=0, recompute_share=1.0),
+        SparseX(boundary_layers=1, recompute_share=1.0),
+    ):
         result = ask(half, prompt, policy, remember=False)
         assert result.report.grafted_tokens >= 80
         assert difference(result, full) < 0.2  # logits of order 5 with 8 bits
@@ -393,13 +444,19 @@ def test_cuda_answers_as_the_cpu_does(model_dirs: dict[str, Path], policy: Polic
             residual_layers=(0, 1, 2),
         )
         ask(engine, known, Full())
-        logits.append([ask(engine, prompt, policy, remember=False).first_logits for prompt in prompts])
+        logits.append(
+            [ask(engine, prompt, policy, remember=False).first_logits for prompt in prompts]
+        )
     for cpu, cuda in zip(*logits, strict=True):
         torch.testing.assert_close(cuda, cpu, atol=1e-3, rtol=1e-3)
 
 
 def test_redknot_with_all_heads_global_and_all_mass_is_full_prefill(model_dirs: dict[str, Path]):
-    engine = Engine(model_dirs["qwen3"], dtype="float32", head_map=all_heads(model_dirs["qwen3"], HeadClass.GLOBAL))
+    engine = Engine(
+        model_dirs["qwen3"],
+        dtype="float32",
+        head_map=all_heads(model_dirs["qwen3"], HeadClass.GLOBAL),
+    )
     known = tokens(96, 1)
     ask(engine, known, Full())
     prompt = tokens(9, 2) + known + tokens(5, 3)
@@ -434,7 +491,9 @@ def test_each_part_of_redknot_changes_the_answer_and_saves_work(model_dirs: dict
     attention = {name: report.flops - report.ffn_flops for name, report in reports.items()}
     assert reports["mass_share"].ffn_flops < reports["windows"].ffn_flops == exact.report.ffn_flops
     assert attention["windows"] < attention["reuse"] == exact.report.flops - exact.report.ffn_flops
-    promoting = ask(engine, prompt, RedKnot(**off | {"windows": "on", "edge_mass_share": 0.0}), remember=False)
+    promoting = ask(
+        engine, prompt, RedKnot(**off | {"windows": "on", "edge_mass_share": 0.0}), remember=False
+    )
     assert promoting.report.counts["promoted_heads"] == sum(
         sum(head_map.heads(layer, HeadClass.LOCAL)) for layer in range(len(head_map.classes))
     )
@@ -442,10 +501,15 @@ def test_each_part_of_redknot_changes_the_answer_and_saves_work(model_dirs: dict
 
 
 def test_redknot_computes_what_local_heads_have_lost(model_dirs: dict[str, Path]):
-    """In a cache by head classes a segment is grafted though only the first list still holds its middle."""
+    """In a cache by head classes a segment is grafted though only the first list still holds its
+    middle."""
     head_map = make_head_map(model_dirs["qwen3"])
     engine = Engine(
-        model_dirs["qwen3"], dtype="float32", head_map=head_map, head_paging=True, poison_dropped_pages=True
+        model_dirs["qwen3"],
+        dtype="float32",
+        head_map=head_map,
+        head_paging=True,
+        poison_dropped_pages=True,
     )
     known = tokens(160, 1)
     ask(engine, known, Full())
@@ -461,12 +525,17 @@ def test_redknot_computes_what_local_heads_have_lost(model_dirs: dict[str, Path]
         assert result.report.grafted_tokens == 160 - 64 * isinstance(policy, Naive)
         assert torch.isfinite(result.first_logits).all()  # type: ignore[arg-type]
         engine.check()
-    assert difference(ask(engine, prompt, everything, remember=False), expected.first_logits) < TOLERANCE  # type: ignore[arg-type]
+    assert (
+        difference(ask(engine, prompt, everything, remember=False), expected.first_logits)
+        < TOLERANCE
+    )  # type: ignore[arg-type]
 
 
 def test_redknot_needs_a_head_map(model_dirs: dict[str, Path]):
     engine = Engine(model_dirs["qwen3"], dtype="float32")
-    with pytest.raises(RequestError, match="policy 'redknot' needs a head map: run `kvgraft profile-heads MODEL`"):
+    with pytest.raises(
+        RequestError, match="policy 'redknot' needs a head map: run `kvgraft profile-heads MODEL`"
+    ):
         ask(engine, tokens(9, 1), RedKnot())
 
 

@@ -34,11 +34,15 @@ def use(engine: Engine, times: int, namespace: str = "a", seed: int = 0) -> list
     """Read NEW behind a graft, and graft it so often elsewhere; the depths of what came of it."""
     ask(engine, KNOWN, "full", namespace)
     ask(engine, [*words(SIZE, seed + 10), *KNOWN, *NEW], namespace=namespace)
-    prompts = [[*words(5, seed + 20 + time), *NEW, *words(9, seed + 40 + time)] for time in range(times)]
+    prompts = [
+        [*words(5, seed + 20 + time), *NEW, *words(9, seed + 40 + time)] for time in range(times)
+    ]
     return [ask(engine, prompt, namespace=namespace).report.depth for prompt in prompts]
 
 
-def test_after_reading_anew_prompts_graft_what_a_lone_reading_gives(engine: Engine, model_dirs: dict[str, Path]):
+def test_after_reading_anew_prompts_graft_what_a_lone_reading_gives(
+    engine: Engine, model_dirs: dict[str, Path]
+):
     assert use(engine, 2) == [2, 2]
     assert engine.idle_refresh(1000) == len(NEW)
     report = ask(engine, [*words(5, 60), *NEW, *words(9, 61)]).report
@@ -74,7 +78,9 @@ def test_nothing_is_read_that_is_exact_or_not_used_or_too_long(engine: Engine):
 
 def test_nothing_is_read_while_requests_run(engine: Engine):
     use(engine, 2)
-    events = engine.stream([Request(words(20, 5), sampling=SamplingParams(max_tokens=3, ignore_eos=True))])
+    events = engine.stream(
+        [Request(words(20, 5), sampling=SamplingParams(max_tokens=3, ignore_eos=True))]
+    )
     next(events)
     assert engine.idle_refresh(1000) == 0
     events.close()
@@ -85,7 +91,9 @@ def test_a_text_stays_in_its_namespace(engine: Engine):
     use(engine, 2, "a")
     use(engine, 2, "b", seed=100)
     assert engine.idle_refresh(len(NEW)) == len(NEW), "of one of them"
-    depths = [ask(engine, [*words(5, 60), *NEW], namespace=name).report.depth for name in ("a", "b", "c")]
+    depths = [
+        ask(engine, [*words(5, 60), *NEW], namespace=name).report.depth for name in ("a", "b", "c")
+    ]
     assert sorted(depths) == [0, 1, 2]
     assert depths[2] == 0, "nothing is known there"
 
@@ -95,7 +103,13 @@ def test_a_text_that_others_may_graft_is_read_in_the_namespace_that_it_is_of(eng
     sampling = SamplingParams(max_tokens=1, ignore_eos=True)
     for seed in range(2):
         prompt = [*words(5, 20 + seed), *NEW]
-        engine.generate([Request(prompt, "naive", sampling, "mine", shared_namespaces=("wiki",), remember=False)])
+        engine.generate(
+            [
+                Request(
+                    prompt, "naive", sampling, "mine", shared_namespaces=("wiki",), remember=False
+                )
+            ]
+        )
     assert engine.idle_refresh(1000) == len(NEW)
     assert len(kv_of(engine, "wiki")) == 2
     assert engine.memory.lookup.find_prefix(NEW, engine.scope_of("mine")) == []

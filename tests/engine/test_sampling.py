@@ -63,11 +63,16 @@ def test_greedy_is_argmax(dtype: torch.dtype) -> None:
     ],
 )
 def test_draws_follow_the_kept_distribution(params: dict[str, Any], kept: set[int]) -> None:
-    drawn = torch.tensor(draws(LOGITS, NUM_DRAWS, temperature=0.8, seed=0, **params)).bincount(minlength=len(LOGITS))
-    masked = LOGITS.where(torch.tensor([i in kept for i in range(len(LOGITS))]), torch.tensor(-math.inf))
+    drawn = torch.tensor(draws(LOGITS, NUM_DRAWS, temperature=0.8, seed=0, **params)).bincount(
+        minlength=len(LOGITS)
+    )
+    masked = LOGITS.where(
+        torch.tensor([i in kept for i in range(len(LOGITS))]), torch.tensor(-math.inf)
+    )
     expected = (masked / 0.8).softmax(dim=0)
     assert {i for i, count in enumerate(drawn) if count} == kept
-    assert (drawn / NUM_DRAWS - expected).abs().max() < 4 * math.sqrt(0.25 / NUM_DRAWS)  # four standard errors
+    # four standard errors
+    assert (drawn / NUM_DRAWS - expected).abs().max() < 4 * math.sqrt(0.25 / NUM_DRAWS)
 
 
 def test_the_lowest_temperature_is_finite() -> None:
@@ -76,7 +81,9 @@ def test_the_lowest_temperature_is_finite() -> None:
 
 @examples(30)
 @given(st.integers(0, 2**63 - 1), st.floats(0.1, 2), st.floats(0.1, 1), st.integers(0, 50))
-def test_a_seed_repeats_whatever_else_is_sampled(seed: int, temperature: float, top_p: float, top_k: int) -> None:
+def test_a_seed_repeats_whatever_else_is_sampled(
+    seed: int, temperature: float, top_p: float, top_k: int
+) -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(seed))
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     alone = draws(logits, 5, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)

@@ -1,4 +1,5 @@
-"""Requests that graft from namespaces beside their own: whose text they find, and whose they never touch."""
+"""Requests that graft from namespaces beside their own: whose text they find, and whose they never
+touch."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,13 @@ def engine(started: Engine) -> Engine:
     return started
 
 
-def ask(engine: Engine, prompt: list[int], policy: object = "naive", namespace: str = "mine", **more: object) -> Result:
+def ask(
+    engine: Engine,
+    prompt: list[int],
+    policy: object = "naive",
+    namespace: str = "mine",
+    **more: object,
+) -> Result:
     sampling = SamplingParams(max_tokens=1, ignore_eos=True)
     request = Request(prompt, policy, sampling, namespace, return_logits=True, **more)  # type: ignore[arg-type]
     return engine.generate([request])[0]
@@ -54,7 +61,9 @@ def read(engine: Engine, text: list[int], namespace: str) -> None:
 
 
 @pytest.mark.parametrize("others", [(), ("law",), ("wik", "wiki "), ("yours",)])
-def test_shared_text_is_grafted_by_who_names_it_and_by_nobody_else(engine: Engine, others: tuple[str, ...]):
+def test_shared_text_is_grafted_by_who_names_it_and_by_nobody_else(
+    engine: Engine, others: tuple[str, ...]
+):
     read(engine, KNOWN, "wiki")
     without = ask(engine, MOVED, shared_namespaces=others, remember=False)
     assert (without.report.grafted_tokens, without.report.reason) == (0, "no_known_text")
@@ -79,7 +88,9 @@ def test_what_a_reader_leaves_is_its_own(engine: Engine):
     read(engine, mine, "mine")
     prompt = [*tokens(5, 5), *mine]
     for namespace, shared in (("wiki", ()), ("yours", ("wiki",)), ("yours", ())):
-        stranger = ask(engine, prompt, namespace=namespace, shared_namespaces=shared, remember=False)
+        stranger = ask(
+            engine, prompt, namespace=namespace, shared_namespaces=shared, remember=False
+        )
         assert stranger.report.grafted_tokens == 0
     assert ask(engine, prompt).report.grafted_tokens >= 96
 
@@ -94,12 +105,17 @@ def test_own_text_and_shared_text_are_grafted_together(engine: Engine):
     result = ask(engine, prompt, EVERYTHING, **everything)
     assert result.report.grafted_tokens >= 96 + 96 + 192
     assert float((result.first_logits - truth.first_logits).abs().max()) < TOLERANCE  # type: ignore[operator]
-    assert ask(engine, prompt, **WIKI, remember=False).report.grafted_tokens < result.report.grafted_tokens - 90
+    assert (
+        ask(engine, prompt, **WIKI, remember=False).report.grafted_tokens
+        < result.report.grafted_tokens - 90
+    )
 
 
 def test_near_duplicates_are_shared(engine: Engine):
     read(engine, KNOWN, "wiki")
-    edited = [(token + 1) % VOCAB_SIZE if place % 20 == 19 else token for place, token in enumerate(KNOWN)]
+    edited = [
+        (token + 1) % VOCAB_SIZE if place % 20 == 19 else token for place, token in enumerate(KNOWN)
+    ]
     prompt = [*tokens(9, 2), *edited, *tokens(5, 3)]
     exact = ask(engine, prompt, match="exact", remember=False, **WIKI).report.grafted_tokens
     assert ask(engine, prompt, remember=False).report.grafted_tokens == 0
@@ -107,12 +123,16 @@ def test_near_duplicates_are_shared(engine: Engine):
 
 
 def test_only_who_reads_the_same_goes_on_with_what_was_left(engine: Engine):
-    """An answer over shared text rests on it; who does not share it does not take it up, though it is its own."""
+    """An answer over shared text rests on it; who does not share it does not take it up, though it
+    is its own."""
     read(engine, KNOWN, "wiki")
     ask(engine, MOVED, **WIKI)
     follow_up = [*MOVED, *tokens(40, 9)]
     assert ask(engine, follow_up, remember=False).report.continued_tokens == 0
-    assert ask(engine, follow_up, namespace="yours", remember=False, **WIKI).report.continued_tokens == 0
+    assert (
+        ask(engine, follow_up, namespace="yours", remember=False, **WIKI).report.continued_tokens
+        == 0
+    )
     assert ask(engine, follow_up, remember=False, **WIKI).report.continued_tokens >= 192
 
 
@@ -128,13 +148,19 @@ def test_a_reader_under_pressure_sheds_its_own_pinned_text_and_none_of_what_it_r
     engine.check()
 
 
-@pytest.mark.parametrize("policy", ["condense:kept_share=0.5", "samkv:block_tokens=16,kept_share=0.5"])
+@pytest.mark.parametrize(
+    "policy", ["condense:kept_share=0.5", "samkv:block_tokens=16,kept_share=0.5"]
+)
 def test_documents_that_others_have_read_are_not_read_again(engine: Engine, policy: str):
-    documents = [Segment(" ".join(f"w{token % 100}" for token in tokens(60, seed))) for seed in (31, 32)]
+    documents = [
+        Segment(" ".join(f"w{token % 100}" for token in tokens(60, seed))) for seed in (31, 32)
+    ]
     sampling = SamplingParams(max_tokens=1, ignore_eos=True)
 
     def answer(namespace: str, *parts: Part, **more: Any) -> Result:
-        request = Request([*parts, "w1 w2 w3"], policy, sampling, namespace, return_logits=True, **more)
+        request = Request(
+            [*parts, "w1 w2 w3"], policy, sampling, namespace, return_logits=True, **more
+        )
         return engine.generate([request])[0]
 
     answer("wiki", documents[0])
@@ -145,7 +171,9 @@ def test_documents_that_others_have_read_are_not_read_again(engine: Engine, poli
     assert torch.equal(found.first_logits, alone.first_logits)  # type: ignore[arg-type]
     for namespace, more in (("mine", {}), ("yours", WIKI), ("wiki", {})):
         again = answer(namespace, *documents, remember=False, **more)
-        assert again.report.counts["documents_read"] == 1, "what was read there stays there, and nowhere else"
+        assert again.report.counts["documents_read"] == 1, (
+            "what was read there stays there, and nowhere else"
+        )
     request = Request([*documents, "w1"], policy, namespace="yours", **WIKI)  # type: ignore[arg-type]
     assert engine.read_documents(request) == 1
     assert engine.read_documents(request) == 0
@@ -155,7 +183,9 @@ def test_a_deleted_segment_is_found_until_its_blocks_and_the_store_have_lost_it(
     with Engine(model, dtype="float32", num_pages=40, store=StoreOptions()) as engine:
         engine.pin("manual", Request(KNOWN, namespace="wiki"))
         engine.pins.delete("manual", "wiki")
-        assert ask(engine, MOVED, remember=False, **WIKI).report.grafted_tokens >= 192, "its blocks are still there"
+        assert ask(engine, MOVED, remember=False, **WIKI).report.grafted_tokens >= 192, (
+            "its blocks are still there"
+        )
         assert engine.store is not None
         engine.store.flush()
         engine.clear_cache()
@@ -165,9 +195,13 @@ def test_a_deleted_segment_is_found_until_its_blocks_and_the_store_have_lost_it(
 
 
 @pytest.mark.parametrize("disk", [False, True])
-def test_shared_text_comes_back_from_the_store_for_its_readers_only(model: Path, tmp_path: Path, disk: bool):
+def test_shared_text_comes_back_from_the_store_for_its_readers_only(
+    model: Path, tmp_path: Path, disk: bool
+):
     options = StoreOptions(tmp_path / "store", ram_gib=0, disk_gib=1) if disk else StoreOptions()
-    with Engine(model, dtype="float32", num_pages=40, store=options, poison_dropped_pages=True) as engine:
+    with Engine(
+        model, dtype="float32", num_pages=40, store=options, poison_dropped_pages=True
+    ) as engine:
         read(engine, KNOWN, "wiki")
         read(engine, tokens(100, 4), "mine")
         assert engine.store is not None

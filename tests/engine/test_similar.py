@@ -1,4 +1,5 @@
-"""Near-duplicates in the native engine: what is found, what partial-layer reuse computes, and when it gives up."""
+"""Near-duplicates in the native engine: what is found, what partial-layer reuse computes, and when
+it gives up."""
 
 from pathlib import Path
 
@@ -50,7 +51,10 @@ def difference(result: Result, expected: torch.Tensor) -> float:
 
 def edited(known: list[int], every: int = 20) -> list[int]:
     """Every so many-th token replaced by another."""
-    return [(token + 1) % VOCAB_SIZE if place % every == every - 1 else token for place, token in enumerate(known)]
+    return [
+        (token + 1) % VOCAB_SIZE if place % every == every - 1 else token
+        for place, token in enumerate(known)
+    ]
 
 
 def test_near_duplicates_are_grafted_where_exact_matching_finds_little(engine: Engine):
@@ -74,7 +78,10 @@ def test_edited_tokens_are_computed_and_the_rest_reads_its_source(engine: Engine
     wrong = [place for place in range(200) if known[place] != edited(known)[place]]
     assert not record.plan.grafted[[9 + place for place in wrong]].any()
     assert (
-        difference(ask(engine, prompt, SparseX(recompute_share=1.0), remember=False), truth(engine, prompt)) < TOLERANCE
+        difference(
+            ask(engine, prompt, SparseX(recompute_share=1.0), remember=False), truth(engine, prompt)
+        )
+        < TOLERANCE
     )
 
 
@@ -95,11 +102,14 @@ def test_reuse_computes_upper_layers_and_halos(engine: Engine, exit_layer: int):
     inside[grafted[8:-8]] = True
     assert int(inside.sum()) >= 60
     for layer in range(4):
-        assert torch.equal(record.computed[layer], ~inside if layer < exit_layer else torch.ones_like(inside))
+        assert torch.equal(
+            record.computed[layer], ~inside if layer < exit_layer else torch.ones_like(inside)
+        )
 
 
 def test_the_residual_stream_is_that_of_the_source(engine: Engine):
-    """Text in its own context, at another position: reuse is exact but for rounding. What is stored is what is read."""
+    """Text in its own context, at another position: reuse is exact but for rounding. What is stored
+    is what is read."""
     known = tokens(96, 1)
     ask(engine, tokens(7, 5), "full")
     ask(engine, known, "full")
@@ -114,20 +124,31 @@ def test_the_residual_stream_is_that_of_the_source(engine: Engine):
     assert difference(result, truth(engine, prompt)) < TOLERANCE
     engine.memory.cache.residuals[2][:] += 1.0
     assert (
-        difference(ask(engine, prompt, Similar(reused_layers=2, probe_tokens=0), remember=False), truth(engine, prompt))
+        difference(
+            ask(engine, prompt, Similar(reused_layers=2, probe_tokens=0), remember=False),
+            truth(engine, prompt),
+        )
         > 0.01
     )
 
 
 def test_generated_text_has_a_residual_stream_too(engine: Engine):
     prompt = tokens(40, 1)
-    first = engine.generate([Request(prompt, "full", SamplingParams(max_tokens=80, ignore_eos=True))])[0]
-    result = ask(engine, tokens(7, 2) + first.token_ids, Similar(reused_layers=2, halo_tokens=2, probe_tokens=0))
+    first = engine.generate(
+        [Request(prompt, "full", SamplingParams(max_tokens=80, ignore_eos=True))]
+    )[0]
+    result = ask(
+        engine,
+        tokens(7, 2) + first.token_ids,
+        Similar(reused_layers=2, halo_tokens=2, probe_tokens=0),
+    )
     assert result.report.grafted_tokens >= 64
     assert result.report.fallback is None
 
 
-def test_non_finite_residuals_are_rejected_by_the_probe_and_without_it_computed_in_full(engine: Engine):
+def test_non_finite_residuals_are_rejected_by_the_probe_and_without_it_computed_in_full(
+    engine: Engine,
+):
     known, prompt = tokens(96, 1), tokens(9, 2) + tokens(96, 1) + tokens(5, 3)
     ask(engine, known, "full")
     expected = truth(engine, prompt)
@@ -158,7 +179,12 @@ def test_shallow_layers_of_sparsex_need_not_run_known_text(engine: Engine):
     ask(engine, known, "full")
     records = {shallow: PrefillRecord() for shallow in ("all", "fresh")}
     for shallow, record in records.items():
-        ask(engine, prompt, Recorded(SparseX(boundary_layers=2, shallow=shallow), record), remember=False)  # type: ignore[arg-type]
+        ask(
+            engine,
+            prompt,
+            Recorded(SparseX(boundary_layers=2, shallow=shallow), record),
+            remember=False,
+        )  # type: ignore[arg-type]
     fresh, all_of_it = records["fresh"].computed, records["all"].computed
     assert all_of_it[0].all()
     assert int(fresh[:2].sum()) == 2 * (len(prompt) - int(records["fresh"].plan.grafted.sum()))  # type: ignore[union-attr]
@@ -174,7 +200,9 @@ def test_shallow_layers_of_sparsex_need_not_run_known_text(engine: Engine):
         ({"policy": "sparsex:boundary_layers=2,shallow=fresh"}, "enters layer 2 is not kept"),
     ],
 )
-def test_what_the_engine_does_not_keep_is_refused(model_dirs: dict[str, Path], fields: dict[str, str], message: str):
+def test_what_the_engine_does_not_keep_is_refused(
+    model_dirs: dict[str, Path], fields: dict[str, str], message: str
+):
     engine = Engine(model_dirs["llama"], dtype="float32", num_pages=16)
     with pytest.raises(RequestError, match=message):
         engine.generate([Request(tokens(20, 1), **fields)])  # type: ignore[arg-type]
@@ -183,7 +211,9 @@ def test_what_the_engine_does_not_keep_is_refused(model_dirs: dict[str, Path], f
 
 
 def test_the_policy_of_the_engine_says_what_is_kept(model_dirs: dict[str, Path]):
-    engine = Engine(model_dirs["llama"], dtype="float32", policy="similar:reused_layers=1,halo_tokens=2")
+    engine = Engine(
+        model_dirs["llama"], dtype="float32", policy="similar:reused_layers=1,halo_tokens=2"
+    )
     assert list(engine.memory.cache.residuals) == [1]
     known = tokens(200, 1)
     ask(engine, known, Full())
@@ -201,7 +231,10 @@ def test_policies_that_requests_may_name_are_prepared_for(model_dirs: dict[str, 
     ask(engine, known, Full())
     for policy in named:
         assert ask(engine, edited(known), policy, remember=False).report.grafted_tokens > 0
-    assert Engine(model_dirs["llama"], dtype="float32", policies=["naive"]).index.segments.similar is None
+    assert (
+        Engine(model_dirs["llama"], dtype="float32", policies=["naive"]).index.segments.similar
+        is None
+    )
 
 
 def test_each_report_counts_its_own_prompt(engine: Engine):
@@ -209,8 +242,14 @@ def test_each_report_counts_its_own_prompt(engine: Engine):
     policy, texts = "similar:reused_layers=1,max_kl=0.0", [tokens(200, seed) for seed in range(3)]
     for known in texts:
         ask(engine, known, "full")
-    prompts = [tokens(9, 10) + edited(texts[0]), tokens(9, 11) + edited(texts[1]) + texts[2], tokens(9, 12) + texts[0]]
-    requests = [Request(prompt, policy, SamplingParams(max_tokens=1), remember=False) for prompt in prompts]
+    prompts = [
+        tokens(9, 10) + edited(texts[0]),
+        tokens(9, 11) + edited(texts[1]) + texts[2],
+        tokens(9, 12) + texts[0],
+    ]
+    requests = [
+        Request(prompt, policy, SamplingParams(max_tokens=1), remember=False) for prompt in prompts
+    ]
     alone = [engine.generate([request])[0].report for request in requests]
     together = [result.report for result in engine.generate(requests)]
     names = ("probed_segments", "rejected_segments", "rejected_tokens")

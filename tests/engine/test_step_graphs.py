@@ -1,5 +1,5 @@
-"""Decode steps as CUDA graphs: on a device if there is one, else on the fake one, whose graphs compute what was
-captured with what the same tensors hold then."""
+"""Decode steps as CUDA graphs: on a device if there is one, else on the fake one, whose graphs
+compute what was captured with what the same tensors hold then."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -28,7 +28,9 @@ PROMPTS = (41, 58, 47)  # tokens; three sequences are padded to four
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # of logits of order 5, summed in another order
 H2O, STREAMING = "h2o:topk_blocks=2", "streaming:topk_blocks=2,layers_skip=none"
 ASKED = (Kind.LAUNCH, Kind.UPLOAD, Kind.WAITING_UPLOAD, Kind.WAIT)
-needs_fake = pytest.mark.skipif(torch.cuda.is_available(), reason="looks into graphs of the fake device")
+needs_fake = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="looks into graphs of the fake device"
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice | None]:
-    """The fake device, with few processors, since its kernels are interpreted; None if there is a real one."""
+    """The fake device, with few processors, since its kernels are interpreted; None if there is a
+    real one."""
     monkeypatch.setattr(fake_device, "PROCESSORS", 1)
     if torch.cuda.is_available():
         with torch.inference_mode():
@@ -49,14 +52,22 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice | None]:
 
 
 class Sides:
-    """Sequences that decode on a device and, the truth, on the CPU, over the same random keys and values."""
+    """Sequences that decode on a device and, the truth, on the CPU, over the same random keys and
+    values."""
 
-    def __init__(self, model: Path, flow: str = DENSE, prompts: tuple[int, ...] = PROMPTS, **options: Any) -> None:
+    def __init__(
+        self, model: Path, flow: str = DENSE, prompts: tuple[int, ...] = PROMPTS, **options: Any
+    ) -> None:
         self.device, self.cpu = self.engines = [
-            Engine(model, dtype="float32", device=name, num_pages=PAGES, block_size=BLOCK, **options)
+            Engine(
+                model, dtype="float32", device=name, num_pages=PAGES, block_size=BLOCK, **options
+            )
             for name in ("cuda", "cpu")
         ]
-        self.noise = [torch.randn(pool.shape, generator=torch.manual_seed(0)) for pool in self.cpu.memory.cache.pools]
+        self.noise = [
+            torch.randn(pool.shape, generator=torch.manual_seed(0))
+            for pool in self.cpu.memory.cache.pools
+        ]
         for engine in self.engines:
             for pool, noise in zip(engine.memory.cache.pools, self.noise, strict=True):
                 pool.copy_(noise)
@@ -72,7 +83,9 @@ class Sides:
         """One sequence more."""
         text = np.random.default_rng(prompt).integers(3, 190, prompt).tolist()
         sampling = SamplingParams(40, ignore_eos=True)
-        asked = Request(text, "full", sampling, namespace=str(prompt), flow=flow, return_logits=True)
+        asked = Request(
+            text, "full", sampling, namespace=str(prompt), flow=flow, return_logits=True
+        )
         self.running.append([engine.occupy([asked])[0] for engine in self.engines])
         for sequence in self.running[-1]:
             sequence.tokens.append(text[0])
@@ -87,7 +100,8 @@ class Sides:
         for engine in self.engines:
             engine.scheduler.step()
         found, expected = (
-            torch.stack([sequence.logits[-1] for sequence in own]) for own in zip(*self.running, strict=True)
+            torch.stack([sequence.logits[-1] for sequence in own])
+            for own in zip(*self.running, strict=True)
         )
         return found, expected
 
@@ -97,7 +111,8 @@ class Sides:
         torch.testing.assert_close(found, expected, **CLOSE)
 
     def pools_agree(self) -> bool:
-        """Whether what has been written is the same on both sides, and nothing else has been touched."""
+        """Whether what has been written is the same on both sides, and nothing else has been
+        touched."""
         agree = True
         for found, expected, noise in zip(
             *(engine.memory.cache.pools for engine in self.engines), self.noise, strict=True
@@ -109,10 +124,15 @@ class Sides:
 
     def flows_agree(self) -> bool:
         """Whether flows hold the same of all pages of the last layer that are full."""
-        held = [sequence.pages.pages[0, : sequence.num_computed // BLOCK] for _, sequence in self.running]
+        held = [
+            sequence.pages.pages[0, : sequence.num_computed // BLOCK]
+            for _, sequence in self.running
+        ]
         heads = np.array(self.cpu.memory.cache.layout.layers[-1].streams)
         rows = np.add.outer(PAGES * heads, np.concatenate(held)).ravel()
-        indexers = zip(*(engine.scheduler.flows._indexers.values() for engine in self.engines), strict=True)
+        indexers = zip(
+            *(engine.scheduler.flows._indexers.values() for engine in self.engines), strict=True
+        )
         return all(
             torch.allclose(one.caches[name].cpu()[rows], cache[rows], **CLOSE)
             for one, other in indexers
@@ -122,7 +142,12 @@ class Sides:
 
 @pytest.mark.parametrize(
     "flow",
-    [DENSE, H2O, STREAMING, *(pytest.param(f"{flow}:topk_blocks=3", marks=pytest.mark.slow) for flow in FLOWS)],
+    [
+        DENSE,
+        H2O,
+        STREAMING,
+        *(pytest.param(f"{flow}:topk_blocks=3", marks=pytest.mark.slow) for flow in FLOWS),
+    ],
 )
 @pytest.mark.usefixtures("device")
 def test_replayed_steps_are_those_of_the_cpu(model: Path, flow: str):
@@ -142,8 +167,11 @@ def test_replayed_steps_are_those_of_the_cpu(model: Path, flow: str):
 
 @needs_fake
 @pytest.mark.parametrize("flow", [DENSE, H2O, STREAMING])
-def test_a_step_of_a_shape_is_captured_the_same_whatever_it_computes(model: Path, device: FakeDevice, flow: str):
-    """All launches, with all numbers and places among their arguments; and the host computes nothing between them."""
+def test_a_step_of_a_shape_is_captured_the_same_whatever_it_computes(
+    model: Path, device: FakeDevice, flow: str
+):
+    """All launches, with all numbers and places among their arguments; and the host computes
+    nothing between them."""
     sides = Sides(model, flow)
     for _ in range(2 if flow == DENSE else 3):
         sides.step()
@@ -163,9 +191,14 @@ def test_a_step_of_a_shape_is_captured_the_same_whatever_it_computes(model: Path
 
     with device.counting() as operations:
         sides.step()
-    asked = [(one.kind, one.name) for one in operations if "decode" in one.functions and one.kind in ASKED]
+    asked = [
+        (one.kind, one.name)
+        for one in operations
+        if "decode" in one.functions and one.kind in ASKED
+    ]
     assert asked == [
-        (Kind.UPLOAD, "copy to cuda"), (Kind.LAUNCH, "graph"), (Kind.LAUNCH, "rms_norm"), (Kind.LAUNCH, "linear"),
+        (Kind.UPLOAD, "copy to cuda"), (Kind.LAUNCH, "graph"), (Kind.LAUNCH, "rms_norm"),
+        (Kind.LAUNCH, "linear"),
     ]  # fmt: skip
 
 
@@ -181,8 +214,11 @@ PARTS = {  # of what a step of four rows and LEAST_BLOCKS blocks is given, one b
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("stale", ["nothing", *PARTS])
-def test_no_part_of_the_input_could_be_stale(model: Path, monkeypatch: pytest.MonkeyPatch, stale: str):
-    """With one that is, a replay gives other logits, or leaves other keys, values or caches of the flow."""
+def test_no_part_of_the_input_could_be_stale(
+    model: Path, monkeypatch: pytest.MonkeyPatch, stale: str
+):
+    """With one that is, a replay gives other logits, or leaves other keys, values or caches of the
+    flow."""
     sides = Sides(model, H2O if stale == "full" else DENSE, (43, 43, 43))
     for _ in range(2):
         sides.step()
@@ -205,7 +241,9 @@ def test_no_part_of_the_input_could_be_stale(model: Path, monkeypatch: pytest.Mo
     found, expected = sides.step()
     assert all(changed)
     assert sides.steps.counts["replayed"] >= 1
-    agrees = torch.allclose(found, expected, **CLOSE) and sides.pools_agree() and sides.flows_agree()
+    agrees = (
+        torch.allclose(found, expected, **CLOSE) and sides.pools_agree() and sides.flows_agree()
+    )
     assert agrees == (stale == "nothing")
 
 
@@ -219,7 +257,9 @@ def test_local_heads_are_captured_too(model: Path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize(("family", "flow"), [("deepseek_v3", H2O), ("qwen3", DENSE), ("mistral", DENSE)])
+@pytest.mark.parametrize(
+    ("family", "flow"), [("deepseek_v3", H2O), ("qwen3", DENSE), ("mistral", DENSE)]
+)
 def test_families_are_captured(model_dirs: dict[str, Path], family: str, flow: str):
     sides = Sides(model_dirs[family], flow)
     for _ in range(5):
@@ -236,7 +276,9 @@ def test_what_cannot_be_captured_runs_without_and_is_counted(
         sides.step()
         sides.check()
         [reason] = sides.steps.counts.keys() - {"new_pages"}
-        assert sides.cpu.scheduler.steps.counts == {"enforce_eager" if options.get("enforce_eager") else "no_cuda": 2}
+        assert sides.cpu.scheduler.steps.counts == {
+            "enforce_eager" if options.get("enforce_eager") else "no_cuda": 2
+        }
         return reason
 
     short = (9,)  # which no flow reaches
@@ -246,7 +288,10 @@ def test_what_cannot_be_captured_runs_without_and_is_counted(
     assert step_graphs._never(experts.decoder, experts.memory.cache) == "experts"
     assert reason(model, STREAMING, prompts=(9, 41)) == "mixed_flows"
     assert (
-        reason(model, "research/vortex/proposed/gpt.py:gpt_positional_smoothing:topk_blocks=2", (41,)) == "unfused_flow"
+        reason(
+            model, "research/vortex/proposed/gpt.py:gpt_positional_smoothing:topk_blocks=2", (41,)
+        )
+        == "unfused_flow"
     )
     monkeypatch.setattr(step_graphs, "MOST_ROWS", 1)
     assert reason(model, prompts=(9, 10)) == "too_many_rows"
@@ -258,7 +303,10 @@ def test_what_cannot_be_captured_runs_without_and_is_counted(
 
 @needs_fake
 def test_a_step_that_cuda_refuses_to_capture_runs_without(
-    model: Path, device: FakeDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Path,
+    device: FakeDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ):
     sides = Sides(model)
     sides.check()
@@ -300,7 +348,9 @@ def test_graphs_are_few_and_those_not_needed_go_first(model: Path, monkeypatch: 
 
 
 @pytest.mark.usefixtures("device")
-def test_a_sequence_that_grows_out_of_a_graph_gets_another(model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_sequence_that_grows_out_of_a_graph_gets_another(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(step_graphs, "LEAST_BLOCKS", 4)
     sides = Sides(model, prompts=(4 * BLOCK - 2,))
     for _ in range(4):

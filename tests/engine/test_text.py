@@ -26,19 +26,36 @@ def byte_level() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        [SAMPLE] * 3, trainers.BpeTrainer(vocab_size=290, special_tokens=["<eos>"], initial_alphabet=alphabet)
+        [SAMPLE] * 3,
+        trainers.BpeTrainer(vocab_size=290, special_tokens=["<eos>"], initial_alphabet=alphabet),
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
 def sentence_piece() -> PreTrainedTokenizerFast:
-    """As Llama 2 and Mistral: a word begins with ▁, unknown characters fall back to one token per byte."""
-    pieces = ["<unk>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"aehnt", "▁t", "▁th", "▁the", "▁a"]
+    """As Llama 2 and Mistral: a word begins with ▁, unknown characters fall back to one token per
+    byte."""
+    pieces = [
+        "<unk>",
+        "<eos>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"aehnt",
+        "▁t",
+        "▁th",
+        "▁the",
+        "▁a",
+    ]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("▁", "a")]
     tokenizer = Tokenizer(BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    strip = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    strip = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     tokenizer.decoder = decoders.Sequence(strip)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
 
@@ -47,7 +64,9 @@ BYTE_LEVEL, SENTENCE_PIECE = byte_level(), sentence_piece()
 repeatable = examples(150)
 
 
-def stream(tokenizer: PreTrainedTokenizerFast, token_ids: list[int], stop: tuple[str, ...] = ()) -> list[str]:
+def stream(
+    tokenizer: PreTrainedTokenizerFast, token_ids: list[int], stop: tuple[str, ...] = ()
+) -> list[str]:
     text = IncrementalText(tokenizer, stop)
     parts = [*map(text.push, token_ids), text.flush()]
     assert "".join(parts) == text.text
@@ -55,7 +74,8 @@ def stream(tokenizer: PreTrainedTokenizerFast, token_ids: list[int], stop: tuple
 
 
 def cut(text: str, stop: tuple[str, ...]) -> str:
-    """What is left of a text that is read character by character up to the first complete stop string."""
+    """What is left of a text that is read character by character up to the first complete stop
+    string."""
     for end in range(len(text) + 1):
         complete = [ending for ending in stop if text[:end].endswith(ending)]
         if complete:
@@ -65,8 +85,12 @@ def cut(text: str, stop: tuple[str, ...]) -> str:
 
 @repeatable
 @given(st.text(alphabet=SAMPLE, max_size=30))
-@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCE_PIECE], ids=["byte-level", "sentence-piece"])
-def test_the_parts_are_the_text_in_whole_characters(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+@pytest.mark.parametrize(
+    "tokenizer", [BYTE_LEVEL, SENTENCE_PIECE], ids=["byte-level", "sentence-piece"]
+)
+def test_the_parts_are_the_text_in_whole_characters(
+    tokenizer: PreTrainedTokenizerFast, text: str
+) -> None:
     token_ids = tokenizer(text)["input_ids"]
     parts = stream(tokenizer, token_ids)
     assert "".join(parts) == tokenizer.decode(token_ids)
@@ -77,7 +101,9 @@ def test_the_parts_are_the_text_in_whole_characters(tokenizer: PreTrainedTokeniz
 @repeatable
 @given(st.lists(st.integers(0, len(BYTE_LEVEL) - 1), max_size=20))
 def test_any_tokens_of_a_byte_level_vocabulary(token_ids: list[int]) -> None:
-    assert "".join(stream(BYTE_LEVEL, token_ids)) == BYTE_LEVEL.decode(token_ids, skip_special_tokens=True)
+    assert "".join(stream(BYTE_LEVEL, token_ids)) == BYTE_LEVEL.decode(
+        token_ids, skip_special_tokens=True
+    )
 
 
 @repeatable
@@ -119,7 +145,9 @@ def test_a_begun_stop_string_is_held_until_decided() -> None:
     assert stream(WORDS, [3, 4, 6, 7, 8], (" w4 w6",)) == ["w3", "", "", "", "", ""]
 
 
-def test_a_tokenizer_is_loaded_from_its_directory_only(model_dirs: dict[str, Path], tmp_path: Path) -> None:
+def test_a_tokenizer_is_loaded_from_its_directory_only(
+    model_dirs: dict[str, Path], tmp_path: Path
+) -> None:
     tokenizer = load_tokenizer(model_dirs["qwen3"])
     assert tokenizer("w5 w9")["input_ids"] == [5, 9]
     messages = [{"role": "user", "content": "w5"}]

@@ -1,4 +1,5 @@
-"""Tiers below the page pool: what was computed once comes back, exact where it was exact, and only to its owner."""
+"""Tiers below the page pool: what was computed once comes back, exact where it was exact, and only
+to its owner."""
 
 from pathlib import Path
 
@@ -23,7 +24,9 @@ def model(model_dirs: dict[str, Path]) -> Path:
 
 
 def start(model: Path, store: StoreOptions, **settings: object) -> Engine:
-    return Engine(model, dtype="float32", num_pages=40, store=store, poison_dropped_pages=True, **settings)  # type: ignore[arg-type]
+    return Engine(
+        model, dtype="float32", num_pages=40, store=store, poison_dropped_pages=True, **settings
+    )  # type: ignore[arg-type]
 
 
 def ask(engine: Engine, prompt: list[int], policy: object = "full", **fields: object) -> Result:
@@ -34,13 +37,17 @@ def ask(engine: Engine, prompt: list[int], policy: object = "full", **fields: ob
 def flood(engine: Engine) -> None:
     """Push everything out of the pool."""
     for seed in range(10, 14):
-        ask(engine, np.random.default_rng(seed).integers(3, VOCAB_SIZE, 400).tolist(), remember=False)
+        ask(
+            engine,
+            np.random.default_rng(seed).integers(3, VOCAB_SIZE, 400).tolist(),
+            remember=False,
+        )
     engine.clear_cache()
 
 
 def same(again: Result, at_once: Result, first: Result, engine: Engine) -> None:
-    """The last bit is that of a prefix that had never left the pool, and of full prefill but on CUDA, whose matrix
-    products add up in another order where there are more rows."""
+    """The last bit is that of a prefix that had never left the pool, and of full prefill but on
+    CUDA, whose matrix products add up in another order where there are more rows."""
     assert torch.equal(again.first_logits, at_once.first_logits)  # type: ignore[arg-type]
     atol = 0.0 if engine.decoder.device.type == "cpu" else TOLERANCE
     torch.testing.assert_close(again.first_logits, first.first_logits, atol=atol, rtol=0.0)
@@ -88,7 +95,10 @@ def test_another_process_goes_on_with_what_the_first_one_read(model: Path, tmp_p
     with start(model, on_disk(tmp_path)) as engine:
         first, at_once = ask(engine, KNOWN), ask(engine, KNOWN, remember=False)
     with start(model, on_disk(tmp_path)) as engine:
-        again, moved = ask(engine, KNOWN, remember=False), ask(engine, MOVED, Naive(), remember=False)
+        again, moved = (
+            ask(engine, KNOWN, remember=False),
+            ask(engine, MOVED, Naive(), remember=False),
+        )
         assert again.report.prefix_tokens == 192
         assert moved.report.grafted_tokens >= 192
         same(again, at_once, first, engine)
@@ -158,7 +168,9 @@ def test_grafted_blocks_are_never_stored(model: Path):
 
 def test_a_pool_without_room_takes_nothing_back(model: Path):
     """What a prompt needs itself comes first."""
-    with Engine(model, dtype="float32", num_pages=16, store=StoreOptions(), poison_dropped_pages=True) as engine:
+    with Engine(
+        model, dtype="float32", num_pages=16, store=StoreOptions(), poison_dropped_pages=True
+    ) as engine:
         ask(engine, KNOWN)
         ask(engine, np.random.default_rng(9).integers(3, VOCAB_SIZE, 240).tolist(), remember=False)
         engine.clear_cache()
@@ -184,7 +196,9 @@ def test_a_damaged_store_is_a_miss(model: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_chunks_that_vanish_after_they_were_listed_are_computed_and_counted(model: Path, tmp_path: Path, seed: int):
+def test_chunks_that_vanish_after_they_were_listed_are_computed_and_counted(
+    model: Path, tmp_path: Path, seed: int
+):
     with start(model, on_disk(tmp_path)) as engine:
         for text in range(4):
             ask(engine, np.random.default_rng((text, 9)).integers(3, VOCAB_SIZE, 300).tolist())
@@ -196,7 +210,12 @@ def test_chunks_that_vanish_after_they_were_listed_are_computed_and_counted(mode
             path.unlink()
         assert engine.store is not None
         for text in range(4):
-            prompt = [7, 8, 9, *np.random.default_rng((text, 9)).integers(3, VOCAB_SIZE, 300).tolist()]
+            prompt = [
+                7,
+                8,
+                9,
+                *np.random.default_rng((text, 9)).integers(3, VOCAB_SIZE, 300).tolist(),
+            ]
             result = ask(engine, prompt, EVERYTHING, remember=False)
             expected = ask(engine, prompt, namespace="nobody else", remember=False)
             assert float((result.first_logits - expected.first_logits).abs().max()) < TOLERANCE  # type: ignore[operator]

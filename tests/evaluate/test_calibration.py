@@ -14,7 +14,14 @@ from rich.console import Console
 
 from kvgraft import Engine, Request
 from kvgraft.cli import app, run
-from kvgraft.evaluate.calibration import ALIKE, CHECKING, CHOOSING, CalibrationSettings, choose, render
+from kvgraft.evaluate.calibration import (
+    ALIKE,
+    CHECKING,
+    CHOOSING,
+    CalibrationSettings,
+    choose,
+    render,
+)
 from kvgraft.evaluate.runner import ROWS, read_rows
 from kvgraft.evaluate.scoring import ORDER_NOISE
 from kvgraft.evaluate.tasks.items import PATTERNS, Shape
@@ -24,7 +31,18 @@ from kvgraft.prefill.profile import POLICY_FILE, Interval, MeasuredPolicy, Polic
 from kvgraft.testbed import MODEL_DIR
 from models import link_model
 
-SMALL = ("--items", "2", "--length", "512", "--segments", "3", "--policies", "naive;transitive", "--budget", "1.0")
+SMALL = (
+    "--items",
+    "2",
+    "--length",
+    "512",
+    "--segments",
+    "3",
+    "--policies",
+    "naive;transitive",
+    "--budget",
+    "1.0",
+)
 
 
 def measured(policy: str, flops: float, kl: float, alike: Interval | None = None) -> MeasuredPolicy:
@@ -37,10 +55,16 @@ def profile_of(model: str, policy: str = "naive") -> PolicyProfile:
 
 
 def test_the_nearest_to_full_within_the_budget_is_chosen():
-    tried = [measured("naive", 0.03, 0.2), measured("spread", 0.12, 0.02), measured("epic", 0.1, 0.1)]
+    tried = [
+        measured("naive", 0.03, 0.2),
+        measured("spread", 0.12, 0.02),
+        measured("epic", 0.1, 0.1),
+    ]
     assert choose(tried, 0.15).policy == "spread"
     assert choose(tried, 0.11).policy == "epic"
-    with pytest.raises(ValueError, match=r"no policy is within a budget of 1\.0%: naive takes 3\.0%"):
+    with pytest.raises(
+        ValueError, match=r"no policy is within a budget of 1\.0%: naive takes 3\.0%"
+    ):
         choose(tried, 0.01)
 
 
@@ -64,7 +88,11 @@ def test_a_profile_says_what_chose_and_what_to_expect(calibrated: Path):
     profile = PolicyProfile.load(calibrated / POLICY_FILE)
     chose, checked = (read_rows(calibrated / "results" / name) for name in (CHOOSING, CHECKING))
     assert [one.policy for one in profile.tried] == ["naive", "transitive"]
-    assert profile.policy == min(profile.tried, key=lambda one: one.kl[0]).policy == profile.expected.policy
+    assert (
+        profile.policy
+        == min(profile.tried, key=lambda one: one.kl[0]).policy
+        == profile.expected.policy
+    )
     assert {row.policy for row in checked} == {"full", profile.policy, ORDER_NOISE}
     assert {row.cluster for row in chose} == {"own/512/0", "own/512/1"}
     kl = [row.answer.distances["answer_kl"] for row in checked if row.policy == profile.policy]
@@ -88,11 +116,20 @@ def test_prompts_that_check_hold_no_passage_of_those_that_choose():
         [suite] = settings.evaluation(("naive",), checks=checks).suites
         items = suite.items(0, 12, Shape(1536, 3))
         assert [item.pattern for item in items] == [*PATTERNS] * 4
-        drawn.append({text for item in items for text in item.phase_2[0].segments[1:-1] if text in texts["one"]})
+        drawn.append(
+            {
+                text
+                for item in items
+                for text in item.phase_2[0].segments[1:-1]
+                if text in texts["one"]
+            }
+        )
     assert not drawn[0] & drawn[1]
 
 
-def test_a_calibration_that_was_stopped_goes_on(calibrated: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_a_calibration_that_was_stopped_goes_on(
+    calibrated: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     results = tmp_path / "results"
     for name in (CHOOSING, ALIKE, CHECKING):
         (results / name).mkdir(parents=True)
@@ -100,12 +137,22 @@ def test_a_calibration_that_was_stopped_goes_on(calibrated: Path, capsys: pytest
             (results / name / file.name).write_bytes(file.read_bytes())
     rows = results / CHOOSING / ROWS
     rows.write_bytes(rows.read_bytes()[:-300])  # as a kill would leave it
-    arguments = ["calibrate", str(calibrated), *SMALL, "--results", str(results), "-o", str(tmp_path / "p.json")]
+    arguments = [
+        "calibrate",
+        str(calibrated),
+        *SMALL,
+        "--results",
+        str(results),
+        "-o",
+        str(tmp_path / "p.json"),
+    ]
     assert run(app, [*arguments, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     before = msgspec.to_builtins(PolicyProfile.load(calibrated / POLICY_FILE))
     assert told["policy"] == before["policy"]
-    assert [one["kl"][0] for one in told["tried"]] == pytest.approx([one["kl"][0] for one in before["tried"]], abs=1e-5)
+    assert [one["kl"][0] for one in told["tried"]] == pytest.approx(
+        [one["kl"][0] for one in before["tried"]], abs=1e-5
+    )
     assert run(app, [*arguments, "--seed", "1"]) == 2
     assert "other settings" in capsys.readouterr().err
 
@@ -118,7 +165,20 @@ def test_a_profile_that_cannot_be_written_is_printed_all_the_same(
 
     before = PolicyProfile.load(calibrated / POLICY_FILE)
     monkeypatch.setattr(PolicyProfile, "save", refuse)
-    assert run(app, ["calibrate", str(calibrated), *SMALL, "--results", str(calibrated / "results"), "--json"]) == 2
+    assert (
+        run(
+            app,
+            [
+                "calibrate",
+                str(calibrated),
+                *SMALL,
+                "--results",
+                str(calibrated / "results"),
+                "--json",
+            ],
+        )
+        == 2
+    )
     captured = capsys.readouterr()
     assert json.loads(captured.out)["policy"] == before.policy
     assert "No space left on device" in captured.err
@@ -128,25 +188,42 @@ def test_an_engine_takes_the_profile_beside_the_weights(calibrated: Path):
     profile = PolicyProfile.load(calibrated / POLICY_FILE)
     engine = Engine(calibrated, num_pages=32)
     assert str(engine.policy) == profile.policy or engine.policy.name == profile.policy
-    own, named = engine.generate(["the code of lamp is 42 .", Request("the code of lamp is 43 .", policy="naive")])
+    own, named = engine.generate(
+        ["the code of lamp is 42 .", Request("the code of lamp is 43 .", policy="naive")]
+    )
     assert (own.report.profile, named.report.profile) == (profile.name, None)
     assert Engine(calibrated, num_pages=32, policy="naive").profile is None
 
 
 def test_the_command_line_takes_it_too(calibrated: Path, capsys: pytest.CaptureFixture[str]):
     for options, named in (([], True), (["--policy", "naive"], False)):
-        asked = ["generate", "question : code of lamp ?", "--model", str(calibrated), "--max-tokens", "1", "--json"]
+        asked = [
+            "generate",
+            "question : code of lamp ?",
+            "--model",
+            str(calibrated),
+            "--max-tokens",
+            "1",
+            "--json",
+        ]
         assert run(app, [*asked, *options]) == 0
         assert (json.loads(capsys.readouterr().out)["report"]["profile"] is not None) == named
 
 
-def test_a_profile_of_another_checkpoint_is_refused_or_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_profile_of_another_checkpoint_is_refused_or_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     model = link_model(tmp_path / "model")
     profile_of("0" * 64).save(model / POLICY_FILE)
     engine = Engine(model, num_pages=8)
-    assert (engine.profile, engine.policy.name) == (None, Engine(MODEL_DIR, num_pages=8).policy.name)
+    assert (engine.profile, engine.policy.name) == (
+        None,
+        Engine(MODEL_DIR, num_pages=8).policy.name,
+    )
     assert "is not used: the policy profile was made for model 000000000000" in caplog.text
-    with pytest.raises(ValueError, match="the policy profile was made for model 000000000000, this one is"):
+    with pytest.raises(
+        ValueError, match="the policy profile was made for model 000000000000, this one is"
+    ):
         Engine(model, profile=model / POLICY_FILE)
     with pytest.raises(ValueError, match="either a policy or a profile, got naive and"):
         Engine(model, policy="naive", profile=model / POLICY_FILE)
@@ -166,8 +243,12 @@ def test_passages_are_cut_at_white_space_and_of_any_text():
     [item, other] = suite.items(3, 1, Shape(512, 3))
     for one in (item, other):
         [ask] = one.phase_2
-        assert all(segment in text for segment in ask.segments[1:-1] if not segment.startswith("Part"))
-    with pytest.raises(ValueError, match=r"the texts have 0 passages of 522 characters, and 3 segments are wanted"):
+        assert all(
+            segment in text for segment in ask.segments[1:-1] if not segment.startswith("Part")
+        )
+    with pytest.raises(
+        ValueError, match=r"the texts have 0 passages of 522 characters, and 3 segments are wanted"
+    ):
         make_own({"b": "too short"}).items(0, 1, Shape(512, 3))
     with pytest.raises(ValueError, match="texts must hold some text"):
         make_own({"a": " "})
@@ -180,10 +261,15 @@ def trace_of(tmp_path: Path, texts: Sequence[str]) -> Path:
     return path
 
 
-def test_texts_are_read_from_files_and_from_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_texts_are_read_from_files_and_from_requests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     rng = Random(0)
     nouns = ["lamp", "bell", "door", "river"]
-    texts = [" ".join(f"the code of {rng.choice(nouns)} is {rng.randrange(99)} ." for _ in range(150)) for _ in "ab"]
+    texts = [
+        " ".join(f"the code of {rng.choice(nouns)} is {rng.randrange(99)} ." for _ in range(150))
+        for _ in "ab"
+    ]
     trace = trace_of(tmp_path, [*texts, texts[0]])
     assert sorted(read_messages([trace]).values()) == sorted(texts), "each once"
     file = tmp_path / "text.txt"
@@ -191,7 +277,17 @@ def test_texts_are_read_from_files_and_from_requests(tmp_path: Path, capsys: pyt
     described = []
     for source in (["--texts", str(file)], ["--trace", str(trace)]):
         out, results = tmp_path / "p.json", tmp_path / source[0].strip("-")
-        arguments = ["calibrate", *SMALL, "--policies", "naive", *source, "-o", str(out), "--results", str(results)]
+        arguments = [
+            "calibrate",
+            *SMALL,
+            "--policies",
+            "naive",
+            *source,
+            "-o",
+            str(out),
+            "--results",
+            str(results),
+        ]
         assert run(app, arguments) == 0, capsys.readouterr().err
         described.append(PolicyProfile.load(out).texts)
     assert described == ["text.txt", "messages of trace.jsonl"]
@@ -212,7 +308,13 @@ def test_texts_are_read_from_files_and_from_requests(tmp_path: Path, capsys: pyt
 def test_what_calibrate_refuses_is_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
-    assert run(app, ["calibrate", "-o", str(tmp_path / "p.json"), "--results", str(tmp_path), *arguments]) == 2
+    assert (
+        run(
+            app,
+            ["calibrate", "-o", str(tmp_path / "p.json"), "--results", str(tmp_path), *arguments],
+        )
+        == 2
+    )
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -222,12 +324,16 @@ def test_the_table_is_whole_on_a_terminal_of_80_columns():
     name = "spread:alike_share=1.0,recompute_share=0.4"
     tried = (
         MeasuredPolicy("full", 1.0, (0.0, 0.0, 0.0), (0.0, 0.0, 0.0)),
-        MeasuredPolicy(name, 0.123, (0.0151, 0.0076, 0.0302), (0.031, 0.01, 0.05), (-0.31, -0.4, -0.2)),
+        MeasuredPolicy(
+            name, 0.123, (0.0151, 0.0076, 0.0302), (0.031, 0.01, 0.05), (-0.31, -0.4, -0.2)
+        ),
     )
     profile = PolicyProfile("m", name, tried[1], (0.05, 0.01, 0.1), "docs", 12, 1024, tried)
     console = Console(width=80, record=True, file=StringIO())
     console.print(render(profile))
-    [row] = [line for line in console.export_text().splitlines() if "0.0151" in line and "│" in line]
+    [row] = [
+        line for line in console.export_text().splitlines() if "0.0151" in line and "│" in line
+    ]
     assert [cell.strip() for cell in row.split("│")[2:-1]] == [
         "12.3%", "0.0151", "0.0076-0.0302", "0.30", "3.1%", "-31%", "-40% to -20%",
     ]  # fmt: skip

@@ -4,9 +4,13 @@ import pytest
 
 from kvgraft.evaluate.calls import find_calls, match_calls
 
-PLAY = json.dumps({"spotify.play": {"artist": ["Taylor Swift"], "minutes": [20, 20.5], "loud": ["", False]}})
+PLAY = json.dumps(
+    {"spotify.play": {"artist": ["Taylor Swift"], "minutes": [20, 20.5], "loud": ["", False]}}
+)
 STOP = json.dumps({"stop": {}})
-ORDER = json.dumps({"order": {"drink": [{"size": ["large"], "milk": ["coconut", ""]}], "at": [[3, "noon"]]}})
+ORDER = json.dumps(
+    {"order": {"drink": [{"size": ["large"], "milk": ["coconut", ""]}], "at": [[3, "noon"]]}}
+)
 
 
 @pytest.mark.parametrize(
@@ -30,12 +34,18 @@ def test_calls_are_found_in_python_and_json(answer: str, calls: list):
 @pytest.mark.parametrize(
     ("answer", "expected", "score"),
     [
-        ("[spotify.play(artist='taylor swift', minutes=20)]", [PLAY], 1.0),  # case and what may be left out
+        # case and what may be left out
+        ("[spotify.play(artist='taylor swift', minutes=20)]", [PLAY], 1.0),
         ("[spotify.play(artist='Taylor-Swift.', minutes=20.5, loud=False)]", [PLAY], 1.0),
-        ('{"name": "spotify.play", "arguments": {"artist": "Taylor Swift", "minutes": 20}}', [PLAY], 1.0),
+        (
+            '{"name": "spotify.play", "arguments": {"artist": "Taylor Swift", "minutes": 20}}',
+            [PLAY],
+            1.0,
+        ),
         ("[spotify.play(artist='Taylor Swift')]", [PLAY], 0.0),  # an argument is missing
         ("[spotify.play(artist='Taylor Swift', minutes=21)]", [PLAY], 0.0),
-        ("[spotify.play(artist='Taylor Swift', minutes=20, loud=0)]", [PLAY], 0.0),  # no truth value
+        # no truth value
+        ("[spotify.play(artist='Taylor Swift', minutes=20, loud=0)]", [PLAY], 0.0),
         ("[spotify.play(artist='Taylor Swift', minutes=20, fast=True)]", [PLAY], 0.0),
         ("[play(artist='Taylor Swift', minutes=20)]", [PLAY], 0.0),
         ("[stop(), spotify.play(artist='Taylor Swift', minutes=20)]", [PLAY, STOP], 1.0),
@@ -49,5 +59,7 @@ def test_calls_are_found_in_python_and_json(answer: str, calls: list):
         ("nothing", [STOP], 0.0),
     ],
 )
-def test_a_match_is_the_name_and_the_arguments_of_every_call(answer: str, expected: list[str], score: float):
+def test_a_match_is_the_name_and_the_arguments_of_every_call(
+    answer: str, expected: list[str], score: float
+):
     assert match_calls(answer, expected) == score

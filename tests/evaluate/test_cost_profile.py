@@ -30,6 +30,9 @@ def test_the_table_fits_a_terminal_and_names_the_units():
     console.print(render(CostProfile(COSTS, 1024, 0.15, estimate(COSTS, 0.15))))
     text = " ".join(console.export_text().split())
     assert "15% is computed again" in text
-    assert "a pass 3 ms; in it a token 200 µs, a token that sees 1,000 others 50 µs more; a token copied 1 µs" in text
+    assert (
+        "a pass 3 ms; in it a token 200 µs, a token that sees 1,000 others 50 µs more; a token "
+        "copied 1 µs" in text
+    )
     assert "16,384" in text
     assert "…" not in text

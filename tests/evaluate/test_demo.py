@@ -45,19 +45,31 @@ def progress() -> list[tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def report(engine: Engine, progress: list[tuple[int, ...]]) -> DemoReport:
     policies = (*POLICIES, "sparsex:boundary_layers=0,recompute_share=1.0")
-    return run_demo(engine, seed=1, items=2, policies=policies, on_progress=lambda *counts: progress.append(counts))
+    return run_demo(
+        engine,
+        seed=1,
+        items=2,
+        policies=policies,
+        on_progress=lambda *counts: progress.append(counts),
+    )
 
 
 def test_every_scenario_reuses_under_every_policy(report: DemoReport):
     assert [table.name for table in report.tables] == ["rag", "chat", "agents"]
     for table in report.tables:
         full, naive, sparsex, transitive, _ = table.rows
-        assert tuple(row.policy for row in table.rows[:4]) == POLICIES == ("full", "naive", "sparsex", DEFAULT_POLICY)
+        assert (
+            tuple(row.policy for row in table.rows[:4])
+            == POLICIES
+            == ("full", "naive", "sparsex", DEFAULT_POLICY)
+        )
         assert (full.reused, full.recomputed, full.speedup, full.same_as_full) == (0, 0, 1, 4)
         assert naive.reused == sparsex.reused == transitive.reused > 0.9
         assert naive.recomputed == 0 < transitive.recomputed < 0.1 < sparsex.recomputed < 0.5
         assert min(sparsex.right, transitive.right) >= naive.right
-        assert all(row.num_prompts == 4 and row.fallbacks == 0 and row.ttft_ms > 0 for row in table.rows)
+        assert all(
+            row.num_prompts == 4 and row.fallbacks == 0 and row.ttft_ms > 0 for row in table.rows
+        )
 
 
 def test_full_answers_and_naive_does_not(report: DemoReport):
@@ -86,7 +98,9 @@ def test_recomputing_everything_is_full(report: DemoReport):
 
 def test_a_model_with_another_vocabulary(tmp_path: Path):
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: number + 3 for number, token in enumerate(alphabet)}, []))
+    tokenizer = Tokenizer(
+        models.BPE({token: number + 3 for number, token in enumerate(alphabet)}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     make_model(tmp_path, "llama", vocab_size=300, max_position_embeddings=8192, num_hidden_layers=2)
@@ -121,7 +135,8 @@ def test_refusals(engine: Engine, arguments: dict, message: str):
 
 
 @pytest.mark.parametrize(
-    ("text", "word"), [("66 . x5", "66"), (" Dina.", "dina"), ("\n**lamp**", "lamp"), (" .", ""), ("", "")]
+    ("text", "word"),
+    [("66 . x5", "66"), (" Dina.", "dina"), ("\n**lamp**", "lamp"), (" .", ""), ("", "")],
 )
 def test_first_word(text: str, word: str):
     assert _first_word(text) == word
@@ -136,7 +151,10 @@ def test_render_shows_gaps_fallbacks_and_ends_with_the_summary():
     lines = [line.strip() for line in console.export_text().splitlines()]
     assert lines[0] == "rag: documents in another order"
     assert "│ naive  │    25.0 │    10.00 │  98.0% │   0.0% │   2.0% │ 20/40 │ 21/40 │" in lines
-    assert "right answers against full: naive -19; prompts that fell back to full: naive 3" in " ".join(lines)
+    assert (
+        "right answers against full: naive -19; prompts that fell back to full: naive 3"
+        in " ".join(lines)
+    )
     assert lines[-1] == "What you saw."
     assert any(line.startswith("a setup. reused: ") for line in lines)
 

@@ -1,4 +1,5 @@
-"""Flows judged: in stages, resumable, and by what they leave out; explained with what the planner does."""
+"""Flows judged: in stages, resumable, and by what they leave out; explained with what the planner
+does."""
 
 import re
 from pathlib import Path
@@ -33,13 +34,19 @@ def test_flows_that_fail_a_stage_do_not_go_on(engine: Engine, tmp_path: Path):
     found = {one.flow: one for one in judging.summarise(rows)}
     assert found["dense"].score > 0.9
     assert found["quest:topk_blocks=29"].of_dense > 0.9
-    assert found["h2o:topk_blocks=200"].stages == found["dense"].stages, "which attends to everything"
-    assert found["streaming:topk_blocks=2"].stages.keys() == {"first"}, "the needle is not among the last blocks"
+    assert found["h2o:topk_blocks=200"].stages == found["dense"].stages, (
+        "which attends to everything"
+    )
+    assert found["streaming:topk_blocks=2"].stages.keys() == {"first"}, (
+        "the needle is not among the last blocks"
+    )
     assert found["streaming:topk_blocks=2"].score < 0.5
     assert [one.flow for one in judging.summarise(rows)][-1] == "streaming:topk_blocks=2"
 
 
-def test_what_is_known_is_not_asked_again(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_known_is_not_asked_again(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     first = judging.evaluate(engine, ["quest"], tmp_path, seed=3, length=512, stages=(FIRST,))
     path = tmp_path / judging.ROWS
     whole = path.read_bytes()
@@ -48,7 +55,10 @@ def test_what_is_known_is_not_asked_again(engine: Engine, tmp_path: Path, monkey
     assert path.read_bytes() == whole
     assert sorted(map(str, again)) == sorted(map(str, first))
     monkeypatch.setattr(engine, "generate", None)
-    assert len(judging.evaluate(engine, [], tmp_path, seed=3, length=512, stages=(FIRST,))) == len(first) // 2
+    assert (
+        len(judging.evaluate(engine, [], tmp_path, seed=3, length=512, stages=(FIRST,)))
+        == len(first) // 2
+    )
 
 
 def test_a_flow_that_is_wrong_stops_all_before_anything_is_asked(engine: Engine, tmp_path: Path):
@@ -64,9 +74,18 @@ def row(flow: str, score: float, stage: str = "first") -> FlowRow:
 
 
 def test_the_frontier_is_of_flows_that_no_other_beats_in_both(tmp_path: Path):
-    rows = [row(flow, score) for flow, score in (("dense", 1), ("a", 0.9), ("b", 0.8), ("c", 0.7), ("d", 0.6))]
+    rows = [
+        row(flow, score)
+        for flow, score in (("dense", 1), ("a", 0.9), ("b", 0.8), ("c", 0.7), ("d", 0.6))
+    ]
     rows += [row(flow, 1.0, "second") for flow in ("dense", "a", "b", "c")]
-    speed = {"dense": (10.0, 1.0), "a": (20.0, 2.0), "b": (15.0, 1.5), "c": (30.0, 3.0), "d": (90.0, 9.0)}
+    speed = {
+        "dense": (10.0, 1.0),
+        "a": (20.0, 2.0),
+        "b": (15.0, 1.5),
+        "c": (30.0, 3.0),
+        "d": (90.0, 9.0),
+    }
     found = judging.summarise(rows, speed)
     assert [one.flow for one in judging.frontier(found)] == ["c", "a", "dense"]
     assert found[-1].flow == "d", "it has not been asked everything"
@@ -105,7 +124,9 @@ def test_every_flow_is_explained(name: str):
     assert len(found.lines) == len(program.cache) + len(program.indexer)
     for line, value in zip(found.lines, [*program.cache, *program.indexer], strict=True):
         shapes = [text for name, text in _options(line.inputs) if name == "shape_to"]
-        assert [text[1:-1] for text in shapes] == ([line.shape[1:-1]] if value.made_by.name == "Reshape" else [])
+        assert [text[1:-1] for text in shapes] == (
+            [line.shape[1:-1]] if value.made_by.name == "Reshape" else []
+        )
     render(found)
 
 
@@ -116,7 +137,12 @@ def _options(inputs: tuple[str, ...]) -> list[tuple[str, str]]:
 def test_the_page_names_every_operator_and_its_example_is_a_flow():
     page = (DOCS / "flows.md").read_text()
     table = page[page.index("## Operators") : page.index("There is no division")]
-    named = set(re.findall(r"`(\w+)[`(]", "\n".join(line.split("|")[1] for line in table.splitlines() if "|" in line)))
+    named = set(
+        re.findall(
+            r"`(\w+)[`(]",
+            "\n".join(line.split("|")[1] for line in table.splitlines() if "|" in line),
+        )
+    )
     assert named - {"x"} == set(ops.__all__) - {"TopK"}
     flow = parse_flow(f"{DOCS / 'my_flow.py'}:topk_blocks=5,fine=0.25")
     assert flow is not None

@@ -60,7 +60,9 @@ def test_effect_is_that_of_a_map_with_one_local_head(engine: Engine):
         """Log probabilities [2, V] of the token behind either prompt."""
         host = Engine(MODEL_DIR, dtype="float32", kv_gib=0.02, policy="full", **options)  # type: ignore[arg-type]
         one = SamplingParams(max_tokens=1)
-        answers = host.generate([Request(prompt, None, one, return_logits=True) for prompt in prompts])
+        answers = host.generate(
+            [Request(prompt, None, one, return_logits=True) for prompt in prompts]
+        )
         return torch.stack([answer.first_logits for answer in answers]).log_softmax(-1)
 
     whole = first()
@@ -78,7 +80,9 @@ def test_the_heads_that_a_model_by_head_needs_are_among_those_it_was_trained_to_
     host = Engine(redknot.MODEL_DIR, dtype="float32", kv_gib=0.01)
     made = HeadMap.load(redknot.MODEL_DIR / "heads.json")
     samples = heads.generated_samples(host, seed=0, count=6, length=512)
-    found = heads.profile(host, samples, sinks=made.sinks, window=made.window, threshold=0.1).head_map
+    found = heads.profile(
+        host, samples, sinks=made.sinks, window=made.window, threshold=0.1
+    ).head_map
     assert 2 <= found.num_kept <= made.num_kept
     for layer in range(8):
         pairs = zip(found.heads(layer, L), made.heads(layer, L), strict=True)
@@ -124,9 +128,20 @@ def test_a_profile_needs_text_and_sane_numbers(engine: Engine):
 
 
 @pytest.mark.soak
-def test_the_command_writes_a_map_a_picture_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_the_command_writes_a_map_a_picture_and_json(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     out, plot = tmp_path / "heads.json", tmp_path / "heads.png"
-    arguments = ["profile-heads", str(MODEL_DIR), "--samples", "4", "--length", "512", "--window", "64"]
+    arguments = [
+        "profile-heads",
+        str(MODEL_DIR),
+        "--samples",
+        "4",
+        "--length",
+        "512",
+        "--window",
+        "64",
+    ]
     assert run(app, [*arguments, "--out", str(out), "--plot", str(plot), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["samples"] == 4
@@ -135,7 +150,13 @@ def test_the_command_writes_a_map_a_picture_and_json(capsys: pytest.CaptureFixtu
     assert run(app, [*arguments, "--out", str(out), "--by", "far-mass", "--threshold", "0.5"]) == 0
     assert "28 of 32 heads keep everything" in capsys.readouterr().out
     question = "the code of lamp is 42 . question : code of lamp ? answer :"
-    assert run(app, ["generate", question, "--head-map", str(out), "--head-paging", "--max-tokens", "1"]) == 0
+    assert (
+        run(
+            app,
+            ["generate", question, "--head-map", str(out), "--head-paging", "--max-tokens", "1"],
+        )
+        == 0
+    )
     assert capsys.readouterr().out.startswith("42")
     assert run(app, ["generate", question, "--head-map", str(tmp_path / "none.json")]) == 2
     assert "no such file: " in capsys.readouterr().err

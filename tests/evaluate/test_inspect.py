@@ -11,7 +11,10 @@ from kvgraft.evaluate.compare import Case, run_compare
 from kvgraft.evaluate.inspect import Inspection, inspect, render_page
 from kvgraft.testbed import MODEL_DIR
 
-DOCUMENT = "the code of lamp is 42 . the old river slept . the paint of bell is grey . the wide road waited . " * 4
+DOCUMENT = (
+    "the code of lamp is 42 . the old river slept . the paint of bell is grey . the wide road "
+    "waited . " * 4
+)
 CASE = Case(
     prompt=f"note grey means 51 . {DOCUMENT} question : note of bell ? answer :",
     read=(DOCUMENT,),
@@ -28,7 +31,13 @@ def inspection() -> Inspection:
 
 @pytest.fixture(scope="module", autouse=True)
 def _without_a_network(page: Page) -> None:
-    page.command("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
+    page.command(
+        "Network.emulateNetworkConditions",
+        offline=True,
+        latency=0,
+        downloadThroughput=0,
+        uploadThroughput=0,
+    )
 
 
 def show(page: Page, inspection: Inspection, directory: Path, *, dark: bool = False) -> None:
@@ -46,7 +55,9 @@ def test_every_token_has_a_kind_under_every_policy(inspection: Inspection):
     assert set(sparsex["kinds"]) == set(transitive["kinds"]) == {"f", "g", "r"}
     for view in inspection.policies:
         assert len(view["kinds"]) == len(inspection.tokens) == len(view["layers"])
-        assert [layers == 8 for layers in view["layers"]] == [kind in "fr" for kind in view["kinds"]]
+        assert [layers == 8 for layers in view["layers"]] == [
+            kind in "fr" for kind in view["kinds"]
+        ]
         assert all(len(scores) == len(inspection.tokens) for scores in view["scores"].values())
     assert " ".join(inspection.tokens) == CASE.prompt.replace("  ", " ")
 
@@ -58,13 +69,19 @@ def test_the_page_and_the_comparison_say_the_same_of_a_policy(inspection: Inspec
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_the_page_shows_what_was_inspected(page: Page, inspection: Inspection, tmp_path: Path, dark: bool):
+def test_the_page_shows_what_was_inspected(
+    page: Page, inspection: Inspection, tmp_path: Path, dark: bool
+):
     show(page, inspection, tmp_path, dark=dark)
-    table = page.evaluate("[...document.querySelectorAll('#policies tr')].map(row => row.cells[0].textContent)")
+    table = page.evaluate(
+        "[...document.querySelectorAll('#policies tr')].map(row => row.cells[0].textContent)"
+    )
     assert table == ["full", *CASE.policies]
     for number, view in enumerate(inspection.policies):
         page.evaluate(f"document.querySelectorAll('#policies tr')[{number}].click()")
-        kinds = page.evaluate("[...document.querySelectorAll('#tokens span')].map(span => span.className).join('')")
+        kinds = page.evaluate(
+            "[...document.querySelectorAll('#tokens span')].map(span => span.className).join('')"
+        )
         assert kinds == view["kinds"]
     assert "transitive" in page.evaluate("document.querySelector('tr.chosen').textContent")
     assert page.evaluate("document.getElementById('heat').width") == len(inspection.tokens)

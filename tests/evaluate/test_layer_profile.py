@@ -25,7 +25,9 @@ def test_layers_in_which_the_best_block_stands_out_agree():
     outstanding, other = flat.clone(), flat.clone()
     outstanding[5] = other[7] = 9.0
     other[5] = flat[5] = 1.15  # good, but not outstanding
-    assert layer_profile.agreement(torch.stack((outstanding, outstanding, other, flat))).tolist() == [
+    assert layer_profile.agreement(
+        torch.stack((outstanding, outstanding, other, flat))
+    ).tolist() == [
         True,
         True,
         False,
@@ -57,27 +59,45 @@ def test_texts_must_be_long_enough(engine: Engine):
         layer_profile.generated_texts(engine, seed=0, count=0, length=512, block=16)
     with pytest.raises(ValueError, match=r"a\.txt has 2 tokens: texts of 512 are wanted"):
         layer_profile.user_texts(engine, {"a.txt": "the code"}, count=1, length=512, block=16)
-    with pytest.raises(ValueError, match="give 11 blocks of 8 tokens between the first and the last two, got 5"):
+    with pytest.raises(
+        ValueError, match="give 11 blocks of 8 tokens between the first and the last two, got 5"
+    ):
         layer_profile.user_texts(engine, {"a.txt": "the code " * 99}, count=1, length=64, block=8)
     with pytest.raises(ValueError, match=r"threshold must be in \(0, 1\], got 2"):
         layer_profile.profile("m", {"a": np.ones(4)}, 2)
 
 
-def test_profile_layers_writes_what_the_engine_loads(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_profile_layers_writes_what_the_engine_loads(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     out, plot, text = tmp_path / "layers.json", tmp_path / "layers.png", tmp_path / "own.txt"
-    arguments = ["profile-layers", str(MODEL_DIR), "--texts", "1", "--length", "512", "--out", str(out)]
+    arguments = [
+        "profile-layers",
+        str(MODEL_DIR),
+        "--texts",
+        "1",
+        "--length",
+        "512",
+        "--out",
+        str(out),
+    ]
     assert run(app, [*arguments, "--plot", str(plot), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     profile = LayerProfile.load(out)
     assert list(profile.stable) == found["profile"]["stable"]
     assert {len(scores) for scores in found["texts"].values()} == {8}
     assert plot.stat().st_size > 1000
-    assert Engine(MODEL_DIR, kv_gib=0.01, stable_layers=profile.stable).library.stable_layers == profile.stable
+    assert (
+        Engine(MODEL_DIR, kv_gib=0.01, stable_layers=profile.stable).library.stable_layers
+        == profile.stable
+    )
     text.write_text("the code of lamp is 42 . " * 120)
     assert run(app, [*arguments, "--text", str(text)]) == 0
     table = capsys.readouterr().out
     assert "own.txt" in table
-    assert [line.split()[1] for line in table.splitlines() if line.endswith("% │")] == [str(n) for n in range(8)]
+    assert [line.split()[1] for line in table.splitlines() if line.endswith("% │")] == [
+        str(n) for n in range(8)
+    ]
     assert run(app, [*arguments, "--length", "50", "--text", str(text)]) == 2
     assert "length must give 11 blocks" in capsys.readouterr().err
 

@@ -52,11 +52,17 @@ def progress() -> list[tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def report(engine: Engine, progress: list[tuple[int, ...]]) -> ReadingReport:
     policies = ("full", "transitive", "sparsex:boundary_layers=0,recompute_share=1.0")
-    return run_reading_demo(engine, policies=policies, on_progress=lambda *counts: progress.append(counts))
+    return run_reading_demo(
+        engine, policies=policies, on_progress=lambda *counts: progress.append(counts)
+    )
 
 
-def test_known_texts_are_reused_in_every_question(report: ReadingReport, progress: list[tuple[int, ...]]):
-    assert [question.question for question in report.questions] == [question.text for question in QUESTIONS]
+def test_known_texts_are_reused_in_every_question(
+    report: ReadingReport, progress: list[tuple[int, ...]]
+):
+    assert [question.question for question in report.questions] == [
+        question.text for question in QUESTIONS
+    ]
     assert report.questions[0].titles == ("Second", "First")
     for question in report.questions:
         full, transitive, everything = question.answers
@@ -67,7 +73,9 @@ def test_known_texts_are_reused_in_every_question(report: ReadingReport, progres
         assert everything.text == full.text != ""
         assert all(answer.ttft_s > 0 and answer.fallback is None for answer in question.answers)
     assert progress == [(1, 2), (2, 2)]
-    assert report.summary.startswith("You saw 2 questions about texts that the model had read before")
+    assert report.summary.startswith(
+        "You saw 2 questions about texts that the model had read before"
+    )
     assert report.summary.endswith(", word for word, to all 2.")
 
 
@@ -85,9 +93,12 @@ def answered(text: str, ttft_s: float, fallback: str | None = None) -> AnsweredQ
 def test_the_summary_says_where_answers_differ_and_when_reuse_is_slower():
     same, other = answered("Under the bridge.", 0.5), answered("On the bridge.", 0.5)
     assert _summary([same, other]) == (
-        "You saw 2 questions about texts that the model had read before, in other prompts and in another order: "
-        "transitive took over 90% of the tokens, computed 5% of those again, began to answer 4.0 times as fast as full "
-        "recomputation, and gave the same answer, word for word, to 1 and another one to 1, printed above for you to "
+        "You saw 2 questions about texts that the model had read before, in other prompts and in "
+        "another order: "
+        "transitive took over 90% of the tokens, computed 5% of those again, began to answer 4.0 "
+        "times as fast as full "
+        "recomputation, and gave the same answer, word for word, to 1 and another one to 1, "
+        "printed above for you to "
         "judge."
     )
     assert "and gave an answer in other words to all 2, printed above" in _summary([other, other])
@@ -95,7 +106,10 @@ def test_the_summary_says_where_answers_differ_and_when_reuse_is_slower():
 
 
 def test_a_terminal_of_80_columns_shows_every_word():
-    answer = "It stands where the road from the old town reaches the river, and it has stood there for long. " * 2
+    answer = (
+        "It stands where the road from the old town reaches the river, and it has stood there for "
+        "long. " * 2
+    )
     questions = (answered(answer, 0.5), answered("Under the bridge.", 1.0, "pool_pressure"))
     console = Console(width=80, record=True, file=StringIO())
     console.print(render(ReadingReport("a setup", questions, "What you saw.")))
@@ -103,7 +117,8 @@ def test_a_terminal_of_80_columns_shows_every_word():
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
     assert (
-        "1. Where? 1000 tokens: Bridges, Rivers full 2.00 s Under the bridge. transitive 0.50 s It stands where" in text
+        "1. Where? 1000 tokens: Bridges, Rivers full 2.00 s Under the bridge. transitive 0.50 s It "
+        "stands where" in text
     )
     assert "900 tokens reused, 45 of them recomputed" in text
     assert "nothing reused: pool_pressure" in text
@@ -128,4 +143,6 @@ def test_the_texts_are_read_before_they_are_asked_about():
     for question in passages.QUESTIONS:
         assert read.issuperset(question.passages)
         assert len(set(question.passages)) == len(question.passages) >= 2
-    assert all("\n" not in paragraph for passage in read for paragraph in passage.text.split("\n\n"))
+    assert all(
+        "\n" not in paragraph for passage in read for paragraph in passage.text.split("\n\n")
+    )

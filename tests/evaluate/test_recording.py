@@ -13,7 +13,10 @@ from kvgraft.segments.prompt import Segment
 from kvgraft.testbed import MODEL_DIR
 from research import redknot
 
-DOCUMENT = "the code of lamp is 42 . the old river slept . the paint of bell is grey . the wide road waited . " * 4
+DOCUMENT = (
+    "the code of lamp is 42 . the old river slept . the paint of bell is grey . the wide road "
+    "waited . " * 4
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,9 @@ def _read(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [Full(), Naive(), SparseX(boundary_layers=2), Transitive(), Spread()], ids=lambda policy: policy.name
+    "policy",
+    [Full(), Naive(), SparseX(boundary_layers=2), Transitive(), Spread()],
+    ids=lambda policy: policy.name,
 )
 def test_recording_changes_nothing(engine: Engine, policy):
     recorded = Recorded(policy)
@@ -61,7 +66,9 @@ def test_what_is_recorded_is_what_was_computed(engine: Engine):
     record = recorded.record
     assert record.plan is not None
     assert record.computed[0].all()
-    assert int((record.computed[1:] & record.plan.grafted).sum(1).unique()) == report.recomputed_tokens
+    assert (
+        int((record.computed[1:] & record.plan.grafted).sum(1).unique()) == report.recomputed_tokens
+    )
     assert sorted(record.scores) == list(range(8))
     assert record.keys is not None
     assert record.keys.shape == (8, report.prompt_tokens, 4, 32)
@@ -88,7 +95,8 @@ def test_layers_find_the_needle_by_attention_in_both_layouts(engine: Engine, tmp
 
 def test_the_needle_is_where_it_is_said_to_be(engine: Engine):
     for finding in find_needle(engine, fact_needle(4)):
-        assert len(finding.needle) == 6  # words, which are tokens here: the paint of THING is COLOUR
+        # words, which are tokens here: the paint of THING is COLOUR
+        assert len(finding.needle) == 6
         assert 0 <= finding.needle.start < finding.needle.stop <= finding.chosen.shape[1]
 
 

@@ -25,7 +25,9 @@ from kvgraft.testbed import MODEL_DIR
 from research.sparsex.curves import write_curves
 
 POLICIES = ("full", "naive", "sparsex:recompute_share=1.0,boundary_layers=1")
-SETTINGS = EvalSettings(find_suites("instruction"), POLICIES, (400,), 4, ("alone", "tail"), items=2, seed=5)
+SETTINGS = EvalSettings(
+    find_suites("instruction"), POLICIES, (400,), 4, ("alone", "tail"), items=2, seed=5
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,9 @@ class Dying:
     def describe(self) -> dict[str, Any]:
         return self.host.describe()
 
-    def answers(self, item: Item, policies: Sequence[str], orders: Orders = ()) -> Iterator[tuple[int, str, Answer]]:
+    def answers(
+        self, item: Item, policies: Sequence[str], orders: Orders = ()
+    ) -> Iterator[tuple[int, str, Answer]]:
         for answer in self.host.answers(item, policies, orders):
             if not self.lives:
                 raise KeyboardInterrupt
@@ -58,12 +62,22 @@ class Dying:
 
 def meaning(row: EvalRow) -> tuple[object, ...]:
     """A row without its times."""
-    return (row.cluster, row.number, row.policy, row.score, row.answer.text, row.answer.grafted, row.answer.computed)
+    return (
+        row.cluster,
+        row.number,
+        row.policy,
+        row.score,
+        row.answer.text,
+        row.answer.grafted,
+        row.answer.computed,
+    )
 
 
 def test_every_prompt_has_a_row_for_each_policy(rows: list[EvalRow]):
     assert len(rows) == 2 * 4 * 3
-    assert {(row.suite, row.task, row.length, row.crosses) for row in rows} == {("instruction", "glossary", 400, True)}
+    assert {(row.suite, row.task, row.length, row.crosses) for row in rows} == {
+        ("instruction", "glossary", 400, True)
+    }
     for row in rows:
         answer = row.answer
         assert answer.prefix + answer.grafted + answer.fresh == answer.prompt
@@ -91,7 +105,11 @@ def test_patterns_of_reuse_are_drawn_evenly_over_suites_and_lengths(tmp_path: Pa
             return iter(())
 
     host = Noting()
-    runner.run(EvalSettings(find_suites("instruction,chat"), ("full",), (300, 400), items=2, seed=5), host, tmp_path)
+    runner.run(
+        EvalSettings(find_suites("instruction,chat"), ("full",), (300, 400), items=2, seed=5),
+        host,
+        tmp_path,
+    )
     assert sum(host.patterns.values()) == 2 * 2 * (1 + 3)
     assert set(host.patterns.values()) == {2, 3}
 
@@ -102,7 +120,9 @@ def test_a_killed_evaluation_goes_on(host: NativeHost, rows: list[EvalRow], tmp_
     with (tmp_path / runner.ROWS).open("ab") as file:
         file.write(b'{"cluster": "instr')  # cut off in the middle of a line
     counted: list[tuple[int, int]] = []
-    resumed = runner.run(SETTINGS, Dying(host, 12), tmp_path, lambda done, total: counted.append((done, total)))
+    resumed = runner.run(
+        SETTINGS, Dying(host, 12), tmp_path, lambda done, total: counted.append((done, total))
+    )
     assert sorted(map(meaning, resumed)) == sorted(map(meaning, rows))
     assert counted == [(15, 24), (24, 24)]
     assert runner.read_rows(tmp_path) == resumed
@@ -110,7 +130,9 @@ def test_a_killed_evaluation_goes_on(host: NativeHost, rows: list[EvalRow], tmp_
     assert again == resumed
 
 
-def test_scores_alone_are_those_of_an_evaluation_with_distances(host: NativeHost, rows: list[EvalRow], tmp_path: Path):
+def test_scores_alone_are_those_of_an_evaluation_with_distances(
+    host: NativeHost, rows: list[EvalRow], tmp_path: Path
+):
     scoring = NativeHost(host.engine, distances=False)
     found = runner.run(replace(SETTINGS, order_noise=True), scoring, tmp_path / "scores")
     assert all(row.answer.distances == {} for row in found)
@@ -126,7 +148,10 @@ def test_scores_alone_are_those_of_an_evaluation_with_distances(host: NativeHost
 def test_another_evaluation_needs_another_directory(host: NativeHost, tmp_path: Path):
     runner.run(SETTINGS, host, tmp_path)
     other = EvalSettings(SETTINGS.suites, ("full", "epic"), (400,), 4, ("alone",), items=2, seed=5)
-    with pytest.raises(ValueError, match=r"other settings \(patterns was .* policies was .*: choose another directory"):
+    with pytest.raises(
+        ValueError,
+        match=r"other settings \(patterns was .* policies was .*: choose another directory",
+    ):
         runner.run(other, host, tmp_path)
 
 
@@ -166,7 +191,12 @@ def test_vllm_answers_as_the_native_engine_does(rows: list[EvalRow], tmp_path: P
         theirs = runner.run(replace(SETTINGS, order_noise=True), served, tmp_path)
         assert served.describe() == {"host": "http", "model": str(MODEL_DIR)}
         with pytest.raises(ValueError, match="refused a prompt"):
-            list(served.answers(Item("alone", (("x " * 5000,),), (Ask("task", ("x",), ("y",), 1),)), ("full", "naive")))
+            list(
+                served.answers(
+                    Item("alone", (("x " * 5000,),), (Ask("task", ("x",), ("y",), 1),)),
+                    ("full", "naive"),
+                )
+            )
     ours = {(row.cluster, row.number, row.policy): row for row in rows}
     far = {summary.policy: summary for summary in results.summarise(theirs, "all")}
     assert far[POLICIES[2]].answer_kl.value < 1e-4 < far["naive"].answer_kl.value
@@ -187,9 +217,17 @@ def test_vllm_answers_as_the_native_engine_does(rows: list[EvalRow], tmp_path: P
 
 
 def made_up(policy: str, number: int, score: float, **answer: Any) -> EvalRow:
-    told = {"prompt": 100, "prefix": 0, "grafted": 80, "recomputed": 8, "fresh": 20, "computed": 0.4}
+    told = {
+        "prompt": 100,
+        "prefix": 0,
+        "grafted": 80,
+        "recomputed": 8,
+        "fresh": 20,
+        "computed": 0.4,
+    }
     return EvalRow(
-        f"c{number // 2}", number, "suite", f"task{number % 2}", "alone", 400, number % 2 == 0, policy, ("42",), score,
+        f"c{number // 2}", number, "suite", f"task{number % 2}", "alone", 400, number % 2 == 0,
+        policy, ("42",), score,
         score, score, Answer("42", **{"ttft_s": 0.1} | told | answer),
     )  # fmt: skip
 
@@ -198,7 +236,8 @@ HOTPOT = {
     "question": "code of grey ?",
     "answer": "42",
     "context": [
-        [f"doc {number} :", [f"the code of {word} is {number} . " * 9]] for number, word in enumerate(("grey", "red"))
+        [f"doc {number} :", [f"the code of {word} is {number} . " * 9]]
+        for number, word in enumerate(("grey", "red"))
     ],
 }
 
@@ -209,25 +248,39 @@ def file(tmp_path: Path) -> TaskSuite:
     return load_suite(tmp_path / "dev.json")
 
 
-def test_real_text_is_asked_in_the_chat_template_of_the_model(host: NativeHost, file: TaskSuite, tmp_path: Path):
-    settings = EvalSettings((file, *SETTINGS.suites), ("full", "naive"), (300,), 4, ("alone",), items=1, seed=5)
+def test_real_text_is_asked_in_the_chat_template_of_the_model(
+    host: NativeHost, file: TaskSuite, tmp_path: Path
+):
+    settings = EvalSettings(
+        (file, *SETTINGS.suites), ("full", "naive"), (300,), 4, ("alone",), items=1, seed=5
+    )
     tokens = {}
     for chat in (None, True, False):
         out = tmp_path / str(chat)
         rows = runner.run(replace(settings, chat=chat), host, out)
         assert json.loads((out / runner.CONFIG).read_text())["chat"] == (chat is not False)
-        assert json.loads((out / runner.CONFIG).read_text())["texts"] == {"dev": "HotpotQA: dev.json"}
+        assert json.loads((out / runner.CONFIG).read_text())["texts"] == {
+            "dev": "HotpotQA: dev.json"
+        }
         tokens[chat] = {row.suite: row.answer.prompt for row in rows}
-        assert all(row.answer.grafted > 50 for row in rows if (row.suite, row.policy) == ("dev", "naive"))
+        assert all(
+            row.answer.grafted > 50 for row in rows if (row.suite, row.policy) == ("dev", "naive")
+        )
     assert tokens[None] == tokens[True]
     assert tokens[True]["dev"] == tokens[False]["dev"] + 6  # <system> : <user> : <assistant> :
-    assert tokens[True]["instruction"] == tokens[False]["instruction"], "what is generated has its own words for that"
+    assert tokens[True]["instruction"] == tokens[False]["instruction"], (
+        "what is generated has its own words for that"
+    )
     with pytest.raises(ValueError, match=r"other settings \(chat was False, is True\)"):
         runner.run(settings, host, tmp_path / "False")
 
 
-def test_a_chat_template_that_is_wanted_must_be_there(host: NativeHost, file: TaskSuite, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"real text \(docs, files\), and these are generated: instruction"):
+def test_a_chat_template_that_is_wanted_must_be_there(
+    host: NativeHost, file: TaskSuite, tmp_path: Path
+):
+    with pytest.raises(
+        ValueError, match=r"real text \(docs, files\), and these are generated: instruction"
+    ):
         replace(SETTINGS, chat=False)
     silent = Dying(host, 0)
     silent.chat = None
@@ -244,7 +297,9 @@ def test_over_http_chat_templates_are_those_of_the_tokenizer_on_this_machine(
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "a model"}]})
         sent.append(json.loads(request.content)["prompt"])
-        report = {f"{kind}_tokens": 1 for kind in ("prompt", "prefix", "grafted", "recomputed", "fresh")}
+        report = {
+            f"{kind}_tokens": 1 for kind in ("prompt", "prefix", "grafted", "recomputed", "fresh")
+        }
         told = {"tokens": ["token_id:5"], "top_logprobs": [{"token_id:5": -0.1}]}
         last = {
             "choices": [{"text": "42", "logprobs": told}],
@@ -252,37 +307,50 @@ def test_over_http_chat_templates_are_those_of_the_tokenizer_on_this_machine(
         }
         return httpx.Response(200, text=f"data: {json.dumps(last)}\n\n")
 
-    monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=httpx.MockTransport(respond)))
+    monkeypatch.setattr(
+        httpx, "Client", partial(httpx.Client, transport=httpx.MockTransport(respond))
+    )
     [item] = file.items(1, 1, Shape(400, 2, ("instruction",)))
     known = HttpHost("http://localhost", MODEL_DIR)
     assert len(list(known.answers(replace(item, chat=True), ("full", "naive")))) == 2
     *_, question = item.phase_2[0].segments
-    assert [text.startswith("<system> :") and text.endswith("<assistant> :") for text in sent] == [True] * 4
+    assert [text.startswith("<system> :") and text.endswith("<assistant> :") for text in sent] == [
+        True
+    ] * 4
     assert sent[-1] == as_text(item.phase_2[0].segments, known.chat)
     assert question in sent[-1]
     assert len(list(HttpHost("http://localhost").answers(item, ("full",)))) == 1
     assert sent[-1] == as_text(item.phase_2[0].segments)
     with pytest.raises(
-        ValueError, match="serves a model, whose chat template is not on this machine: give the directory"
+        ValueError,
+        match="serves a model, whose chat template is not on this machine: give the directory",
     ):
         list(HttpHost("http://localhost").answers(replace(item, chat=True), ("full",)))
 
 
 @pytest.mark.parametrize(
-    ("reason", "fallback"), [("no_known_text", None), ("off", None), (None, None), ("non_finite", "non_finite")]
+    ("reason", "fallback"),
+    [("no_known_text", None), ("off", None), (None, None), ("non_finite", "non_finite")],
 )
-def test_misses_of_a_server_are_no_fallbacks(monkeypatch: pytest.MonkeyPatch, reason: str | None, fallback: str | None):
+def test_misses_of_a_server_are_no_fallbacks(
+    monkeypatch: pytest.MonkeyPatch, reason: str | None, fallback: str | None
+):
     counted = [f"{kind}_tokens" for kind in ("prompt", "prefix", "grafted", "recomputed", "fresh")]
     report = {**dict.fromkeys([*counted, "computed_share"], 1), "reason": reason}
     told = {"tokens": ["token_id:5"], "top_logprobs": [{"token_id:5": -0.1, "token_id:6": -3.0}]}
-    last = {"choices": [{"text": "42", "logprobs": told}], "kv_transfer_params": {"kvgraft": report}}
+    last = {
+        "choices": [{"text": "42", "logprobs": told}],
+        "kv_transfer_params": {"kvgraft": report},
+    }
 
     def respond(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "a model"}]})
         return httpx.Response(200, text=f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n")
 
-    monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=httpx.MockTransport(respond)))
+    monkeypatch.setattr(
+        httpx, "Client", partial(httpx.Client, transport=httpx.MockTransport(respond))
+    )
     [item, *_] = find_suites("instruction")[0].items(1, 1, Shape(400, 4))
     [*answers] = HttpHost("http://localhost").answers(item, ("full", "naive"))
     assert {answer.fallback for *_, answer in answers} == {fallback}
@@ -290,26 +358,50 @@ def test_misses_of_a_server_are_no_fallbacks(monkeypatch: pytest.MonkeyPatch, re
 
 
 def test_policies_are_paired_prompt_by_prompt(tmp_path: Path):
-    scores = {"full": [1.0] * 12, DEFAULT_POLICY: [1.0, 0.0] * 6, "naive": [0.0, 0.0] * 6, "epic": [0.0, 1.0] * 6}
-    rows = [made_up(policy, n, score) for policy, values in scores.items() for n, score in enumerate(values)]
+    scores = {
+        "full": [1.0] * 12,
+        DEFAULT_POLICY: [1.0, 0.0] * 6,
+        "naive": [0.0, 0.0] * 6,
+        "epic": [0.0, 1.0] * 6,
+    }
+    rows = [
+        made_up(policy, n, score)
+        for policy, values in scores.items()
+        for n, score in enumerate(values)
+    ]
     header, *lines = results.paired_table(rows, DEFAULT_POLICY)
     assert header[1] == f"score less that of {DEFAULT_POLICY}"
     p = 3 * 2 / 2**6  # of six texts, times three tests
     assert lines == [
-        ["full", "+0.500", "+0.500 to +0.500", f"{p:.3f}"], ["naive", "-0.500", "-0.500 to -0.500", f"{p:.3f}"],
+        ["full", "+0.500", "+0.500 to +0.500", f"{p:.3f}"], ["naive", "-0.500", "-0.500 to -0.500",
+        f"{p:.3f}"],
         ["epic", "+0.000", "+0.000 to +0.000", "1.000"],
     ]  # fmt: skip
-    with pytest.raises(ValueError, match=f"no answers under 'magic': there are those of full, {DEFAULT_POLICY}"):
+    with pytest.raises(
+        ValueError, match=f"no answers under 'magic': there are those of full, {DEFAULT_POLICY}"
+    ):
         results.paired_table(rows, "magic")
     results.write_tables(rows, tmp_path, "a command")
-    assert f"## Beside {DEFAULT_POLICY}, the default, prompt by prompt" in (tmp_path / "tables.md").read_text()
+    assert (
+        f"## Beside {DEFAULT_POLICY}, the default, prompt by prompt"
+        in (tmp_path / "tables.md").read_text()
+    )
 
 
 def test_summaries():
-    full = [made_up("full", n, 1.0, grafted=0, recomputed=0, fresh=100, computed=1.0, ttft_s=0.4) for n in range(4)]
+    full = [
+        made_up("full", n, 1.0, grafted=0, recomputed=0, fresh=100, computed=1.0, ttft_s=0.4)
+        for n in range(4)
+    ]
     ours = [made_up("naive", n, float(n > 0), distances={"kl": float(n)}) for n in range(4)]
     [of_full, of_ours] = results.summarise([*full, *ours], "all")
-    assert (of_full.score, of_full.of_full, of_full.work, of_full.recomputed, of_full.speedup) == (1, 1, 0, 0, 1)
+    assert (of_full.score, of_full.of_full, of_full.work, of_full.recomputed, of_full.speedup) == (
+        1,
+        1,
+        0,
+        0,
+        1,
+    )
     assert (of_ours.score, of_ours.of_full, of_ours.kl, of_ours.prompts) == (0.75, 0.75, 1.5, 4)
     assert of_ours.work == pytest.approx((0.4 * 100 - 20) / 80)
     assert (of_ours.recomputed, of_ours.reused) == (0.1, 0.8)
@@ -317,7 +409,8 @@ def test_summaries():
     assert of_ours.low <= 0.75 <= of_ours.high
     by_task = results.summarise([*full, *ours], "task")
     assert [(s.group, s.policy) for s in by_task] == [
-        ("suite/task0", "full"), ("suite/task0", "naive"), ("suite/task1", "full"), ("suite/task1", "naive"),
+        ("suite/task0", "full"), ("suite/task0", "naive"), ("suite/task1", "full"), ("suite/task1",
+        "naive"),
     ]  # fmt: skip
     across = results.summarise([*full, *ours], "across segments")
     assert [s.group for s in across if s.policy == "naive"] == [
@@ -344,16 +437,23 @@ def test_tables_and_pictures_are_written(rows: list[EvalRow], tmp_path: Path):
     ]
     pictures.append(write_curves(rows, tmp_path, {"reuse": POLICIES[1:], "one": POLICIES[1:2]}))
     less = [
-        msgspec.structs.replace(row, answer=replace(row.answer, kv_bytes=2**20)) for row in rows if row.policy != "full"
+        msgspec.structs.replace(row, answer=replace(row.answer, kv_bytes=2**20))
+        for row in rows
+        if row.policy != "full"
     ]
     full = [row for row in rows if row.policy == "full"]
-    assert "quality_memory.png" in [path.name for path in plots.write_plots([*full, *less], tmp_path)]
+    assert "quality_memory.png" in [
+        path.name for path in plots.write_plots([*full, *less], tmp_path)
+    ]
     for path in pictures:
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_a_host_does_not_tell_is_a_dash(rows: list[EvalRow]):
-    silent = [msgspec.structs.replace(row, answer=replace(row.answer, flops=0, distances={})) for row in rows]
+    silent = [
+        msgspec.structs.replace(row, answer=replace(row.answer, flops=0, distances={}))
+        for row in rows
+    ]
     [header, *lines] = results.overview_table(results.summarise(silent, "all"))
     for line in lines:
         shown = dict(zip(header, line, strict=True))
@@ -364,7 +464,9 @@ def test_the_fewer_are_columns(rows: list[EvalRow]):
     by_pattern = results.scores_table(results.summarise(rows, "pattern"))
     assert by_pattern[0] == ["", "alone", "tail"]
     assert [line[0] for line in by_pattern[1:]] == list(POLICIES)
-    [header, *lines] = results.scores_table(results.summarise([r for r in rows if r.policy != "naive"], "pattern"))
+    [header, *lines] = results.scores_table(
+        results.summarise([r for r in rows if r.policy != "naive"], "pattern")
+    )
     assert header == ["", "full", POLICIES[2]]
     assert [line[0] for line in lines] == ["alone", "tail"]
 
@@ -376,4 +478,5 @@ def test_rows_are_lines_of_json(host: NativeHost, tmp_path: Path):
     assert json.loads(line)["answer"]["prompt"] > 200
     config = json.loads((tmp_path / runner.CONFIG).read_text())
     assert (config["seed"], config["host"], config["policies"]) == (5, "native", ["full"])
-    assert config["model"] == host.engine.config.identity  # a directory is never continued with another model
+    # a directory is never continued with another model
+    assert config["model"] == host.engine.config.identity

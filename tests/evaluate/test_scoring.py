@@ -1,4 +1,5 @@
-"""Measures along full's own answer, and order noise, on the bundled model: what must be 0 is 0, what differs is not."""
+"""Measures along full's own answer, and order noise, on the bundled model: what must be 0 is 0,
+what differs is not."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ from kvgraft.testbed import MODEL_DIR
 TOLERANCE = 1e-6  # nats, of float32 logits that are computed in another order
 EVERYTHING = "sparsex:recompute_share=1.0,boundary_layers=1"
 POLICIES = ("full", "naive", EVERYTHING)
-SETTINGS = EvalSettings(find_suites("instruction"), POLICIES, (400,), 4, ("alone",), items=2, seed=5, order_noise=True)
+SETTINGS = EvalSettings(
+    find_suites("instruction"), POLICIES, (400,), 4, ("alone",), items=2, seed=5, order_noise=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,9 @@ def by_policy(rows: list[EvalRow]) -> dict[str, Summary]:
     return {summary.policy: summary for summary in summaries.summarise(rows, "all")}
 
 
-def test_who_computes_everything_is_nowhere_else_than_full(rows: list[EvalRow], by_policy: dict[str, Summary]):
+def test_who_computes_everything_is_nowhere_else_than_full(
+    rows: list[EvalRow], by_policy: dict[str, Summary]
+):
     assert len(rows) == 2 * 4 * 4
     for row in rows:
         far = row.answer.distances
@@ -59,7 +64,11 @@ def test_who_computes_everything_is_nowhere_else_than_full(rows: list[EvalRow], 
 def test_order_noise_is_the_unit(rows: list[EvalRow], by_policy: dict[str, Summary]):
     noise = by_policy[ORDER_NOISE]
     assert noise.answer_kl.value > 0
-    assert (noise.kl_per_noise.value, noise.kl_per_noise.low, noise.kl_per_noise.high) == (1.0, 1.0, 1.0)
+    assert (noise.kl_per_noise.value, noise.kl_per_noise.low, noise.kl_per_noise.high) == (
+        1.0,
+        1.0,
+        1.0,
+    )
     naive = by_policy["naive"]
     assert naive.kl_per_noise.value == pytest.approx(naive.answer_kl.value / noise.answer_kl.value)
     assert naive.kl_per_noise.low <= naive.kl_per_noise.value <= naive.kl_per_noise.high
@@ -87,18 +96,35 @@ def test_tables_and_pictures_have_them(rows: list[EvalRow], tmp_path: Path):
     assert (tmp_path / "quality_kl.png") in plots.write_plots(rows, tmp_path)
     header, *lines = results.paired_table(rows, "naive", "answer KL")
     assert header[1] == "answer KL less that of naive"
-    assert {line[0]: line[1][0] for line in lines} == {"full": "-", EVERYTHING: "-", ORDER_NOISE: "-"}
+    assert {line[0]: line[1][0] for line in lines} == {
+        "full": "-",
+        EVERYTHING: "-",
+        ORDER_NOISE: "-",
+    }
 
 
 def test_what_one_document_has_no_order(host: NativeHost, tmp_path: Path):
-    document, question = "code of lamp is 42 . the old river slept .", "question : code of lamp ? answer :"
-    item = Item("alone", (("note grey means 51 .", document),), (Ask("needle", (document, question), ("42",), 2),))
+    document, question = (
+        "code of lamp is 42 . the old river slept .",
+        "question : code of lamp ? answer :",
+    )
+    item = Item(
+        "alone",
+        (("note grey means 51 .", document),),
+        (Ask("needle", (document, question), ("42",), 2),),
+    )
     settings = EvalSettings(SETTINGS.suites, ("full", "naive"), order_noise=True)
     [orders] = runner._orders(settings, "c", item)
     assert orders == []
-    answers = {policy: answer for _, policy, answer in host.answers(item, settings.policies, [orders])}
+    answers = {
+        policy: answer for _, policy, answer in host.answers(item, settings.policies, [orders])
+    }
     noise = answers[ORDER_NOISE]
-    assert (noise.distances["answer_kl"], noise.distances["flips"], noise.distances["loglik"]) == (0, 0, 0)
+    assert (noise.distances["answer_kl"], noise.distances["flips"], noise.distances["loglik"]) == (
+        0,
+        0,
+        0,
+    )
     assert noise.text == answers["full"].text
 
 
@@ -110,7 +136,9 @@ def test_orders_move_known_segments_only_and_are_drawn_by_the_seed():
         assert (order[0], order[2], order[5]) == ("instruction", "note", "question")
         assert sorted(order) == sorted(parts)
     assert other_orders(parts, [1, 3, 4], "seed") == found
-    assert other_orders(parts, [1, 3], "seed") == [("instruction", "b", "note", "a", "c", "question")]
+    assert other_orders(parts, [1, 3], "seed") == [
+        ("instruction", "b", "note", "a", "c", "question")
+    ]
     assert other_orders(parts, [1], "seed") == other_orders(("a", "a", "q"), [0, 1], "seed") == []
     drawn = {tuple(other_orders(range(9), range(8), f"seed {n}")) for n in range(5)}
     assert len(drawn) == 5
@@ -123,8 +151,14 @@ def test_an_answer_is_given_where_ours_is_another_and_only_there():
         asked.append(answer)
         return ScoredPlaces(answer if len(asked) == 1 else (9,), [{9: -1.0}] * len(answer))
 
-    def measure(ours: Sequence[object], truth: Sequence[object], answer: Sequence[int]) -> dict[str, float]:
-        return {"places": float(len(ours)), "theirs": float(len(truth)), "answer": float(len(answer))}
+    def measure(
+        ours: Sequence[object], truth: Sequence[object], answer: Sequence[int]
+    ) -> dict[str, float]:
+        return {
+            "places": float(len(ours)),
+            "theirs": float(len(truth)),
+            "answer": float(len(answer)),
+        }
 
     places = [{3: -0.1}] * 40
     truth = ScoredPlaces(tuple(range(40)), places)
@@ -141,23 +175,30 @@ def test_order_noise_is_another_evaluation(host: NativeHost, rows: list[EvalRow]
     first = EvalSettings(SETTINGS.suites, ("full",), (300,), 4, ("alone",), items=1, seed=5)
     runner.run(first, host, tmp_path)
     assert ORDER_NOISE not in json.loads((tmp_path / runner.CONFIG).read_text())
-    noisy = EvalSettings(SETTINGS.suites, ("full",), (300,), 4, ("alone",), items=1, seed=5, order_noise=True)
+    noisy = EvalSettings(
+        SETTINGS.suites, ("full",), (300,), 4, ("alone",), items=1, seed=5, order_noise=True
+    )
     with pytest.raises(ValueError, match="order noise was None, is True"):
         runner.run(noisy, host, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def case() -> Case:
-    """What documents mean is said in front of them, and they have been read behind something else."""
+    """What documents mean is said in front of them, and they have been read behind something
+    else."""
     [item, *_] = find_suites("instruction")[0].items(5, 1, Shape(400, 4, ("alone",)))
     instruction, *documents, question = item.phase_2[0].segments
     prompt = " ".join([instruction, *map(mark, documents), question])
-    return Case(prompt, tuple(map(" ".join, item.phase_1)), ("naive", EVERYTHING), max_tokens=3, repeats=1)
+    return Case(
+        prompt, tuple(map(" ".join, item.phase_1)), ("naive", EVERYTHING), max_tokens=3, repeats=1
+    )
 
 
 def test_compare_has_the_same_measures(host: NativeHost, case: Case):
     host.engine.clear_cache()
-    found = {outcome.policy: outcome for outcome in run_compare(host.engine, case, order_noise=True)}
+    found = {
+        outcome.policy: outcome for outcome in run_compare(host.engine, case, order_noise=True)
+    }
     assert list(found) == ["full", "naive", EVERYTHING, ORDER_NOISE]
     assert found["full"].answer_kl == found["full"].flips == found["full"].kl_per_noise == 0
     assert found[EVERYTHING].answer_kl < TOLERANCE < found["naive"].answer_kl

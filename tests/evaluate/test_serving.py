@@ -20,7 +20,9 @@ def test_documents_in_another_order_are_grafted_streaming_and_not(report: Servin
     assert len(later) == 4
     for row in later:
         assert row.reason is None
-        assert max(row.grafted, row.continued) > 0.9 * row.prompt_tokens, "the same prompt again is gone on with"
+        assert max(row.grafted, row.continued) > 0.9 * row.prompt_tokens, (
+            "the same prompt again is gone on with"
+        )
         assert 0 < row.recomputed < 0.3 * (row.grafted + row.continued)
     assert sum(row.grafted > 0 for row in later) >= 2
 
@@ -39,7 +41,9 @@ def test_metrics_count_what_the_responses_say(report: ServingReport):
     counted = {line.split("{")[0] + "/" + line.split('kind="')[1].split('"')[0]: float(line.split()[-1])
                for line in report.metrics if 'kind="' in line}  # fmt: skip
     for kind in ("grafted", "recomputed"):
-        assert counted[f"kvgraft:tokens_total/{kind}"] == sum(getattr(row, kind) for row in report.rows)
+        assert counted[f"kvgraft:tokens_total/{kind}"] == sum(
+            getattr(row, kind) for row in report.rows
+        )
 
 
 def test_the_table_shows_every_request(report: ServingReport):

@@ -23,7 +23,8 @@ UNSEEN = 1.96**2 / (30 + 1.96**2)  # Wilson's upper bound of 0 in 30
 
 
 def test_the_bootstrap_of_three_values_is_that_of_all_their_resamples():
-    means = np.sort([np.mean(drawn) for drawn in product([0.0, 1.0, 5.0], repeat=3)])  # 27, equally likely
+    # 27, equally likely
+    means = np.sort([np.mean(drawn) for drawn in product([0.0, 1.0, 5.0], repeat=3)])
     low, high = bootstrap([0.0, 1.0, 5.0])
     assert (low, high) == (means[0], means[-1]), "each end has 1 / 27, more than 2.5 %"
     low, high = bootstrap([0.0, 1.0, 5.0], of=np.median)
@@ -54,12 +55,17 @@ def test_clusters_are_drawn_whole():
     numbers = [place // 4 for place in range(len(values))]
     for low, high in (bootstrap(values), bootstrap(values, numbers)):
         assert low < np.mean(values) < high
-    copies = [value for value in values[::4] for _ in range(4)]  # four times the same answer is one answer
+    # four times the same answer is one answer
+    copies = [value for value in values[::4] for _ in range(4)]
     low, high = bootstrap(copies, numbers)
     narrow = bootstrap(copies)
     assert (high - low) / (narrow[1] - narrow[0]) == pytest.approx(2, rel=0.1)
-    assert (low, high) == pytest.approx(bootstrap(copies, numbers, of=lambda drawn: float(drawn.mean())), abs=0.02)
-    assert bootstrap([0.0, 0.0, 0.0, 1.0], [0, 0, 0, 1]) == (0.0, 1.0), "clusters weigh by their values"
+    assert (low, high) == pytest.approx(
+        bootstrap(copies, numbers, of=lambda drawn: float(drawn.mean())), abs=0.02
+    )
+    assert bootstrap([0.0, 0.0, 0.0, 1.0], [0, 0, 0, 1]) == (0.0, 1.0), (
+        "clusters weigh by their values"
+    )
 
 
 @pytest.mark.parametrize("clusters", [["one", "one"], [7, 7]])
@@ -70,18 +76,26 @@ def test_of_one_cluster_nothing_can_be_said(clusters: list[object]):
 
 
 def test_shares_may_be_what_was_not_seen():
-    assert bootstrap_share([1.0] * 30, list(range(30))) == pytest.approx((1 - UNSEEN, 1.0), abs=1e-4)
-    assert bootstrap_share([0.0] * 30, list(range(30)), least=-1.0) == pytest.approx((-UNSEEN, UNSEEN), abs=1e-4)
+    assert bootstrap_share([1.0] * 30, list(range(30))) == pytest.approx(
+        (1 - UNSEEN, 1.0), abs=1e-4
+    )
+    assert bootstrap_share([0.0] * 30, list(range(30)), least=-1.0) == pytest.approx(
+        (-UNSEEN, UNSEEN), abs=1e-4
+    )
     won = bootstrap_share([0.0] * 29 + [1.0], list(range(30)), least=-1.0)
     assert won[0] == pytest.approx(1 / 30 - UNSEEN, abs=1e-4)
-    even = bootstrap_share([0.0] * 28 + [1.0, -1.0], [number % 2 for number in range(28)] + [0, 0], least=-1.0)
+    even = bootstrap_share(
+        [0.0] * 28 + [1.0, -1.0], [number % 2 for number in range(28)] + [0, 0], least=-1.0
+    )
     assert even[0] < -0.03 < 0.03 < even[1]  # though no cluster differs from any other
 
 
 def test_differences_are_of_pairs():
     spread = [0.0, 10.0, 20.0, 30.0] * 5
     found = paired_difference([value + 1 for value in spread], spread)
-    assert (found.value, found.low, found.high) == (1.0, 1.0, 1.0), "however far apart the pairs are"
+    assert (found.value, found.low, found.high) == (1.0, 1.0, 1.0), (
+        "however far apart the pairs are"
+    )
     with pytest.raises(ValueError, match="zip"):
         paired_difference([1.0], [1.0, 2.0])
 
@@ -89,14 +103,20 @@ def test_differences_are_of_pairs():
 def test_ratios_are_of_sums_drawn_together():
     theirs = [1.0, 2.0, 3.0, 10.0, 0.0, 7.0]
     found = paired_ratio([2 * value for value in theirs], theirs)
-    assert (found.value, found.low, found.high) == (2.0, 2.0, 2.0), "however far apart the pairs are"
+    assert (found.value, found.low, found.high) == (2.0, 2.0, 2.0), (
+        "however far apart the pairs are"
+    )
     ours = [1.0, 5.0, 0.0, 9.0, 1.0, 2.0]
     numbers = [0, 0, 1, 1, 2, 2]
     by_cluster = paired_ratio(ours, theirs, numbers)
     sums = [(6.0, 3.0), (9.0, 13.0), (3.0, 7.0)]
-    drawn = np.sort([sum(a for a, _ in three) / sum(b for _, b in three) for three in product(sums, repeat=3)])
+    drawn = np.sort(
+        [sum(a for a, _ in three) / sum(b for _, b in three) for three in product(sums, repeat=3)]
+    )
     assert by_cluster.value == sum(ours) / sum(theirs)
-    assert (by_cluster.low, by_cluster.high) == pytest.approx((drawn[0], drawn[-1])), "each end has 1 / 27"
+    assert (by_cluster.low, by_cluster.high) == pytest.approx((drawn[0], drawn[-1])), (
+        "each end has 1 / 27"
+    )
     assert by_cluster == paired_ratio(ours, theirs, numbers)
 
 
@@ -107,7 +127,9 @@ def test_nothing_is_a_multiple_of_nothing():
 
 
 def test_the_permutation_test_exchanges_the_sides_of_clusters():
-    assert paired_p([1.0, 1.0, 1.0, 1.0, 1.0], [0.0] * 5) == pytest.approx(2 / 2**5), "all of them, as there are few"
+    assert paired_p([1.0, 1.0, 1.0, 1.0, 1.0], [0.0] * 5) == pytest.approx(2 / 2**5), (
+        "all of them, as there are few"
+    )
     assert paired_p([1.0] * 6, [0.0] * 6, [0, 0, 1, 1, 2, 2]) == pytest.approx(2 / 2**3)
     assert paired_p([0.3, 0.5], [0.3, 0.5]) == 1
     generator = np.random.default_rng(0)
@@ -120,7 +142,8 @@ def test_the_permutation_test_exchanges_the_sides_of_clusters():
 
 @pytest.mark.parametrize(
     ("successes", "count", "expected"),
-    [(0, 10, (0.0, 0.2775)), (10, 10, (0.7225, 1.0)), (81, 263, (0.2553, 0.3662))],  # the last one: Newcombe, 1998
+    # the last one: Newcombe, 1998
+    [(0, 10, (0.0, 0.2775)), (10, 10, (0.7225, 1.0)), (81, 263, (0.2553, 0.3662))],
 )
 def test_wilson(successes: int, count: int, expected: tuple[float, float]):
     assert wilson(successes, count) == pytest.approx(expected, abs=1e-4)
@@ -142,6 +165,8 @@ def test_holm():
 def test_rank_correlation():
     assert rank_correlation([1, 2, 3, 9], [0.1, 0.2, 0.3, 0.4]) == pytest.approx(1)
     assert rank_correlation([1, 2, 3], [3, 1, 2]) == pytest.approx(-0.5)
-    assert rank_correlation([1, 1, 2], [1, 2, 3]) == pytest.approx(math.sqrt(3) / 2), "ties share a rank"
+    assert rank_correlation([1, 1, 2], [1, 2, 3]) == pytest.approx(math.sqrt(3) / 2), (
+        "ties share a rank"
+    )
     assert isnan(rank_correlation([1, 2], [1, 2]))
     assert isnan(rank_correlation([1, 1, 1], [1, 2, 3]))

@@ -42,12 +42,15 @@ class RunningFleet:
             return client.get("/v1/kvgraft/fleet").raise_for_status().json()["replicas"]
 
     def samples(self, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
-        """Of a metric, those with these labels, as they are now: a fleet shows the same for a while."""
+        """Of a metric, those with these labels, as they are now: a fleet shows the same for a
+        while."""
         time.sleep(max(self.looked + SHOWN_S - time.monotonic(), 0.0))
         with self.http(None) as client:
             text = client.get("/metrics").raise_for_status().text
         self.looked = time.monotonic()
-        found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        found = [
+            sample for family in text_string_to_metric_families(text) for sample in family.samples
+        ]
         return [
             (sample.labels, sample.value)
             for sample in found
@@ -64,14 +67,18 @@ class RunningFleet:
         while time.monotonic() < deadline:
             with suppress(httpx.HTTPError):
                 found = self.replicas()
-                if len(found) == num_replicas and not {replica["name"] for replica in found} & set(but):
+                if len(found) == num_replicas and not {replica["name"] for replica in found} & set(
+                    but
+                ):
                     return found
             time.sleep(0.5)
         raise TimeoutError(self.log.read_text(errors="replace")[-3000:])
 
 
 @contextmanager
-def running_fleet(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[RunningFleet]:
+def running_fleet(
+    arguments: Sequence[str], log: Path, environment: Mapping[str, str]
+) -> Iterator[RunningFleet]:
     """`kvgraft fleet` with these arguments and two tenants, once it answers; gone afterwards."""
     arguments = [*arguments, "--api-key", ALICE, BOB]
     environment = {**SETTINGS, "KVGRAFT_ADMIN_KEY": ADMIN, **environment}
@@ -91,7 +98,11 @@ class Asked:
     @property
     def reused(self) -> int:
         """Tokens that were known."""
-        return self.report["prefix_tokens"] + self.report["continued_tokens"] + self.report["grafted_tokens"]
+        return (
+            self.report["prefix_tokens"]
+            + self.report["continued_tokens"]
+            + self.report["grafted_tokens"]
+        )
 
 
 class Corpus:
@@ -100,7 +111,9 @@ class Corpus:
     def __init__(self, seed: int, count: int, tokens: int = 600) -> None:
         rng = Random(seed)
         facts = Facts(needle=6)
-        self.pairs = [make_documents(rng, facts, orders=[(0, 1)], num_tokens=tokens) for _ in range(count)]
+        self.pairs = [
+            make_documents(rng, facts, orders=[(0, 1)], num_tokens=tokens) for _ in range(count)
+        ]
 
     def prompt(self, number: int, *, turned: bool = False, question: int = 0) -> tuple[str, str]:
         """A pair of documents, in either order, and a question about them; and its answer."""
@@ -117,4 +130,6 @@ def ask(client: httpx.Client, prompt: tuple[str, str], **more: Any) -> Asked:
     answer = client.post("/v1/completions", json=sent)
     found = answer.json() if answer.status_code == 200 else {}
     said = found["choices"][0]["text"].strip() if found else answer.text
-    return Asked(answer.status_code, said, right, (found.get("kv_transfer_params") or {}).get("kvgraft", {}))
+    return Asked(
+        answer.status_code, said, right, (found.get("kv_transfer_params") or {}).get("kvgraft", {})
+    )

@@ -1,4 +1,5 @@
-"""Requests with the same largest segment carry the same header, which tells nothing of it; a real router follows it."""
+"""Requests with the same largest segment carry the same header, which tells nothing of it; a real
+router follows it."""
 
 import json
 import shutil
@@ -39,10 +40,24 @@ SAME = {  # the same long document, in every form that a prompt has
     "marked": f"Read this: {mark(LONG)} and {mark(SHORT)} Who built it, " + "please tell me " * 80,
     "paragraphs": f"Documents:\n\n{SHORT}\n\n{LONG}\n \nWho built it?",
     "parts": [user("Who built it?", LONG, SHORT)],
-    "messages": [SYSTEM, user(LONG), {"role": "assistant", "content": "Noted."}, user("Who built it?")],
+    "messages": [
+        SYSTEM,
+        user(LONG),
+        {"role": "assistant", "content": "Noted."},
+        user("Who built it?"),
+    ],
     "developer": [{**SYSTEM, "role": "developer"}, user(LONG)],
-    "tool result": [user("Look it up"), {"role": "assistant", "content": None, "tool_calls": []}, user(LONG)],
-    "image": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}, {"text": LONG}]}],
+    "tool result": [
+        user("Look it up"),
+        {"role": "assistant", "content": None, "tool_calls": []},
+        user(LONG),
+    ],
+    "image": [
+        {
+            "role": "user",
+            "content": [{"type": "image_url", "image_url": {"url": "x"}}, {"text": LONG}],
+        }
+    ],
     "chat body": {"model": "m", "messages": [SYSTEM, user(f"{SHORT}\n\n{LONG}")]},
     "completion body": {"model": "m", "prompt": f"{LONG}\n\nWho built it?"},
     "responses body": {"instructions": SYSTEM["content"], "input": [user(LONG, "Who built it?")]},
@@ -66,20 +81,29 @@ def test_the_value_is_that_of_any_process():
         "print(json.dumps(of(sys.argv[1], secret=sys.argv[2]))); "
         "print(sorted({'torch', 'vllm', 'ray', 'transformers'} & set(sys.modules)))"
     )
-    ran = subprocess.run([sys.executable, "-c", script, LONG, SECRET], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", script, LONG, SECRET], capture_output=True, text=True, check=True
+    )
     headers, heavy = ran.stdout.splitlines()
     assert json.loads(headers) == affinity_headers(LONG, secret=SECRET)
     assert heavy == "[]", "a client need not import these"
 
 
 def test_a_value_belongs_to_a_secret():
-    values = {value(LONG), value(LONG, "another one of sixteen"), value(LONG, b"\x00" * 16), value(LONG, None)}
+    values = {
+        value(LONG),
+        value(LONG, "another one of sixteen"),
+        value(LONG, b"\x00" * 16),
+        value(LONG, None),
+    }
     assert len(values) == 4
     assert all(len(found) == 32 for found in values)
     assert value(LONG, None) == value(LONG, None), "of one process all requests are together"
     assert value(LONG, SECRET.encode()) == value(LONG)
     for short in ("", "fifteen bytes..", b"short"):
-        with pytest.raises(ValueError, match=f"secret has {len(short)} bytes, must have at least 16"):
+        with pytest.raises(
+            ValueError, match=f"secret has {len(short)} bytes, must have at least 16"
+        ):
             affinity_headers(LONG, secret=short)
 
 
@@ -124,7 +148,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.asked.append({name.lower(): held for name, held in self.headers.items()})
         message = {"role": "assistant", "content": "1911"}
         choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
-        self._answer({"id": "a", "object": "chat.completion", "created": 0, "model": "m", "choices": choices})
+        self._answer(
+            {"id": "a", "object": "chat.completion", "created": 0, "model": "m", "choices": choices}
+        )
 
     def _answer(self, content: dict) -> None:
         body = json.dumps(content).encode()
@@ -143,7 +169,8 @@ def routed(request) -> Iterator[tuple[str, list[_Backend]]]:
     """The address of vLLM's router under a policy, and two servers behind it."""
     if ROUTER is None:
         pytest.skip(
-            "no command vllm-router: pip install vllm-router, in an environment of its own, and have it in PATH"
+            "no command vllm-router: pip install vllm-router, in an environment of its own, and "
+            "have it in PATH"
         )
     backends = [_Backend(), _Backend()]
     with socket.socket() as found, socket.socket() as other:
@@ -151,8 +178,17 @@ def routed(request) -> Iterator[tuple[str, list[_Backend]]]:
         other.bind(("127.0.0.1", 0))
         port, metrics_port = found.getsockname()[1], other.getsockname()[1]
     urls = [f"http://127.0.0.1:{backend.server_port}" for backend in backends]
-    arguments = ["--policy", request.param, "--port", str(port), "--prometheus-port", str(metrics_port)]
-    router = subprocess.Popen([ROUTER, *arguments, "--worker-urls", *urls], stdout=subprocess.DEVNULL)
+    arguments = [
+        "--policy",
+        request.param,
+        "--port",
+        str(port),
+        "--prometheus-port",
+        str(metrics_port),
+    ]
+    router = subprocess.Popen(
+        [ROUTER, *arguments, "--worker-urls", *urls], stdout=subprocess.DEVNULL
+    )
     try:
         _wait_for(f"http://127.0.0.1:{port}/health", router)
         yield f"http://127.0.0.1:{port}/v1/chat/completions", backends
@@ -184,7 +220,9 @@ def test_vllms_router_sends_a_document_to_one_server(routed):
         for number, document in enumerate(documents):
             others = [documents[number - 1][:200], "A short one."]
             messages = (
-                [SYSTEM, user(*others, document, question)] if number % 2 else [user(f"{document}\n\n{question}")]
+                [SYSTEM, user(*others, document, question)]
+                if number % 2
+                else [user(f"{document}\n\n{question}")]
             )
             ask = urllib.request.Request(  # noqa: S310
                 url,
@@ -192,7 +230,8 @@ def test_vllms_router_sends_a_document_to_one_server(routed):
                 {"Content-Type": "application/json", "Authorization": "Bearer K1"}
                 | affinity_headers(messages, secret=SECRET),
             )
-            assert json.load(urllib.request.urlopen(ask))["choices"][0]["message"]["content"] == "1911"  # noqa: S310
+            with urllib.request.urlopen(ask) as answer:  # noqa: S310
+                assert json.load(answer)["choices"][0]["message"]["content"] == "1911"
     reached = [{headers[HEADER.lower()] for headers in backend.asked} for backend in backends]
     assert all(reached), "both servers are used"
     assert not reached[0] & reached[1]

@@ -34,7 +34,9 @@ class Rows(HTMLParser):
             self.rows[-1][-1] += data.strip()
 
 
-def test_generated_traffic_as_json_page_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_generated_traffic_as_json_page_and_picture(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     outputs = ["--html", str(tmp_path / "a.html"), "--plot", str(tmp_path / "a.png")]
     assert run(app, [*SIMULATE, *FEW, "--servers", "1,3", "--json", *outputs]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -44,10 +46,15 @@ def test_generated_traffic_as_json_page_and_picture(capsys: pytest.CaptureFixtur
     ]
     for row in found["rows"]:
         assert row.keys() == {
-            "servers", "router", "rate", "prefix", "grafted", "of_bound", "ttft_s", "imbalance", "sketch_bytes_s",
+            "servers", "router", "rate", "prefix", "grafted", "of_bound", "ttft_s", "imbalance",
+            "sketch_bytes_s",
             "staleness_s", "routing_ms",
         }  # fmt: skip
-    alone = [(row["prefix"], row["grafted"], row["of_bound"]) for row in found["rows"] if row["servers"] == 1]
+    alone = [
+        (row["prefix"], row["grafted"], row["of_bound"])
+        for row in found["rows"]
+        if row["servers"] == 1
+    ]
     assert len(set(alone)) == 1
     assert found["requests"] == 60
     assert found["settings"]["costs"]["token_s"] == 1 / 8000
@@ -57,13 +64,17 @@ def test_generated_traffic_as_json_page_and_picture(capsys: pytest.CaptureFixtur
     assert page.startswith("<!doctype html>")
     assert "http" not in page, "it loads nothing"
     rows = Rows(page).rows
-    assert [row[:2] for row in rows[1:11]] == [[str(row["servers"]), row["router"]] for row in found["rows"]]
+    assert [row[:2] for row in rows[1:11]] == [
+        [str(row["servers"]), row["router"]] for row in found["rows"]
+    ]
     assert all(len(row) == len(rows[0]) for row in rows[:11])
     assert all(len(row) == len(rows[11]) for row in rows[11:])
     assert len(rows) == 11 + 9
 
 
-def test_a_trace_and_measured_costs_in_a_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_a_trace_and_measured_costs_in_a_terminal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     Costs(pass_s=0.01, token_s=1e-3, pair_s=0.0, copy_s=1e-5).save(tmp_path / "costs.json")
     given = ["--servers", "2", "--warm-up", "0", "--costs", str(tmp_path / "costs.json")]
     assert run(app, [*SIMULATE, *PAIR, *given, "--routers", "segment-aware"]) == 0
@@ -96,12 +107,17 @@ def test_a_trace_and_measured_costs_in_a_terminal(capsys: pytest.CaptureFixture[
         ("missing.json", [*FEW, "--costs", "missing.json"]),
         ("--per-session is of a trace", [*FEW, "--per-session"]),
         ("--documents is of --generated traffic", [*PAIR, "--documents", "9"]),
-        ("per_prompt is 6: must be at most half of the 9 documents", ["--generated", "rag", "--documents", "9"]),
+        (
+            "per_prompt is 6: must be at most half of the 9 documents",
+            ["--generated", "rag", "--documents", "9"],
+        ),
         ("--plot a.pdf: must end in .png", [*FEW, "--plot", "a.pdf"]),
         ("there is no directory nowhere", [*FEW, "--html", "nowhere/a.html"]),
     ],
 )
-def test_errors_say_what_is_wrong(capsys: pytest.CaptureFixture[str], message: str, arguments: list[str]):
+def test_errors_say_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], message: str, arguments: list[str]
+):
     assert run(app, [*SIMULATE, *arguments]) == 2
     said = capsys.readouterr().err
     assert message in said
@@ -109,7 +125,9 @@ def test_errors_say_what_is_wrong(capsys: pytest.CaptureFixture[str], message: s
     assert said.count("\n") == 1
 
 
-def test_costs_of_a_file_and_a_speed_contradict_each_other(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_costs_of_a_file_and_a_speed_contradict_each_other(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     Costs().save(tmp_path / "costs.json")
     given = ["--costs", str(tmp_path / "costs.json"), "--tokens-per-second", "100"]
     assert run(app, [*SIMULATE, *FEW, *given]) == 2

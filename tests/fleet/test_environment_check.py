@@ -16,7 +16,9 @@ def unset(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("here", "there"), [("a", "b"), ("a", None), (None, "a"), (None, "")])
-def test_what_differs_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch, here: str | None, there: str | None):
+def test_what_differs_is_named_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, here: str | None, there: str | None
+):
     """Paired: the same value."""
 
     def put(value: str | None) -> None:
@@ -37,5 +39,6 @@ def test_what_differs_is_named_and_not_shown(monkeypatch: pytest.MonkeyPatch, he
 def test_what_a_flag_says_no_variable_says(monkeypatch: pytest.MonkeyPatch):
     assert must_be_alike(FleetOptions()) == ["VLLM_API_KEY", "KVGRAFT_ADMIN_KEY"]
     assert must_be_alike(FleetOptions(arguments=["--api-key", "k"])) == ["KVGRAFT_ADMIN_KEY"]
-    monkeypatch.setenv("KVGRAFT_CACHE_SECRET", "ab" * 32)  # where it is not, that is said nowhere else, either
+    # where it is not, that is said nowhere else, either
+    monkeypatch.setenv("KVGRAFT_CACHE_SECRET", "ab" * 32)
     assert must_be_alike(FleetOptions()) == [NAMES[1], NAMES[0], NAMES[2]]

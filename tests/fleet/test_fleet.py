@@ -20,7 +20,14 @@ SKETCH_S = 0.5
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
     folder = tmp_path_factory.mktemp("fleet")
-    arguments = ["--replicas", "2", "--sketch-s", str(SKETCH_S), "--kvgraft-store-dir", str(folder / "store")]
+    arguments = [
+        "--replicas",
+        "2",
+        "--sketch-s",
+        str(SKETCH_S),
+        "--kvgraft-store-dir",
+        str(folder / "store"),
+    ]
     # By measured costs, a server that was disturbed while it measured them may refuse to graft.
     arguments += ["--kvgraft-costs", "tokens"]
     with running_fleet(arguments, folder / "log", {}) as started:
@@ -30,7 +37,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
 
 def by_replica(fleet: RunningFleet, kind: str) -> dict[str, float]:
     """Tokens of a kind by server."""
-    return {labels["replica"]: value for labels, value in fleet.samples("kvgraft:tokens_total", kind=kind)}
+    return {
+        labels["replica"]: value
+        for labels, value in fleet.samples("kvgraft:tokens_total", kind=kind)
+    }
 
 
 def test_a_prompt_goes_to_where_its_text_is(fleet: RunningFleet):
@@ -39,7 +49,9 @@ def test_a_prompt_goes_to_where_its_text_is(fleet: RunningFleet):
         first = [ask(client, corpus.prompt(number)) for number in range(8)]
         read = by_replica(fleet, "fresh")
         time.sleep(4 * SKETCH_S)
-        second = [ask(client, corpus.prompt(number, turned=True, question=1)) for number in range(8)]
+        second = [
+            ask(client, corpus.prompt(number, turned=True, question=1)) for number in range(8)
+        ]
     assert len(read) == 2
     assert min(read.values()) > 0.2 * sum(read.values())  # both had their share
     assert [answer.status for answer in first + second] == [200] * 16
@@ -57,7 +69,8 @@ def test_text_is_known_before_its_server_says_so(fleet: RunningFleet):
 
 
 def test_conversations_go_on_where_they_began(fleet: RunningFleet):
-    """Each brings a text of all in every turn, so that there is something to graft elsewhere, too."""
+    """Each brings a text of all in every turn, so that there is something to graft elsewhere,
+    too."""
     corpus, turns = Corpus(21, 4, tokens=300), 4
     said = [Corpus(30 + talk, 1, tokens=300).prompt(0)[0] for talk in range(4)]
     told = [0] * 4  # tokens of the prompt before
@@ -88,7 +101,8 @@ def test_who_may_ask(fleet: RunningFleet):
     with fleet.http(None) as nobody, fleet.http(ALICE) as alice, fleet.http(ADMIN) as admin:
         assert nobody.get("/health").status_code == 200
         assert nobody.post("/v1/completions", json={"prompt": "the"}).status_code == 401
-        assert nobody.post("/metrics", content=bytes((32 << 20) + 1)).status_code == 200  # nothing of it was read
+        # nothing of it was read
+        assert nobody.post("/metrics", content=bytes((32 << 20) + 1)).status_code == 200
         assert nobody.get("/v1/kvgraft/fleet").status_code == 401
         assert alice.get("/v1/kvgraft/fleet").status_code == 403
         assert len(admin.get("/v1/kvgraft/fleet").json()["replicas"]) == 2
@@ -98,9 +112,14 @@ def test_who_may_ask(fleet: RunningFleet):
 
 def test_what_servers_refuse_the_client_is_told(fleet: RunningFleet):
     with fleet.http() as client:
-        assert client.post("/v1/completions", json={"model": "other", "prompt": "the"}).status_code == 404
+        assert (
+            client.post("/v1/completions", json={"model": "other", "prompt": "the"}).status_code
+            == 404
+        )
         assert client.post("/v1/completions", content=b"{").status_code == 400
-        assert client.post("/v1/completions", json={"model": "bundled", "prompt": ""}).status_code in (200, 400)
+        assert client.post(
+            "/v1/completions", json={"model": "bundled", "prompt": ""}
+        ).status_code in (200, 400)
         assert client.get("/nothing").status_code == 404
         assert client.get("/nothing/%2e%2e/v1/models").status_code == 404  # as a server sees it
         assert client.get("/v1/models%3Fa").status_code == 404
@@ -125,25 +144,42 @@ def test_what_is_refused_changes_nothing_that_is_known(fleet: RunningFleet):
         assert known("prompt_bytes") == before + length
         fingerprints = known("fingerprints")
         assert ask(bob, ("the " * 40_000, "")).status == 400
-        assert bob.post("/tokenize", json={"model": "bundled", "prompt": asked[0]}).status_code == 200
+        assert (
+            bob.post("/tokenize", json={"model": "bundled", "prompt": asked[0]}).status_code == 200
+        )
         assert bob.post("/reset_prefix_cache").status_code in (403, 404)
-        odd = {"model": {}, "prompt": asked[0], "cache_salt": [1], "kv_transfer_params": {"kvgraft": {"namespace": 1}}}
+        odd = {
+            "model": {},
+            "prompt": asked[0],
+            "cache_salt": [1],
+            "kv_transfer_params": {"kvgraft": {"namespace": 1}},
+        }
         assert bob.post("/v1/completions", json=odd).status_code in (400, 404)
-        assert bob.post("/v1/completions", json={"model": ["bundled"], "prompt": asked[0]}).status_code in (400, 404)
+        assert bob.post(
+            "/v1/completions", json={"model": ["bundled"], "prompt": asked[0]}
+        ).status_code in (400, 404)
         assert known("prompt_bytes") == before + length
         assert known("fingerprints") == fingerprints > 0
 
 
 def test_streams_come_as_they_are_written(fleet: RunningFleet):
     prompt, _ = Corpus(4, 1).prompt(0)
-    sent = {"model": "bundled", "prompt": prompt, "max_tokens": 60, "ignore_eos": True, "stream": True}
+    sent = {
+        "model": "bundled",
+        "prompt": prompt,
+        "max_tokens": 60,
+        "ignore_eos": True,
+        "stream": True,
+    }
     with fleet.http() as client, client.stream("POST", "/v1/completions", json=sent) as stream:
         times = [(time.monotonic(), chunk) for chunk in stream.iter_text()]
     assert stream.headers["content-type"].startswith("text/event-stream")
     assert "".join(chunk for _, chunk in times).endswith("data: [DONE]\n\n")
     assert len(times) > 5
     assert times[-1][0] > times[0][0]
-    assert {replica["pace"] for replica in fleet.replicas()} > {1.0}, "the one that was asked knows its own"
+    assert {replica["pace"] for replica in fleet.replicas()} > {1.0}, (
+        "the one that was asked knows its own"
+    )
 
 
 def test_headers_of_the_connection_to_the_fleet_stay_there(fleet: RunningFleet):
@@ -171,19 +207,38 @@ def test_metrics_are_asked_for_once_for_all(fleet: RunningFleet):
 
 def test_only_the_fleet_uses_its_ray(fleet: RunningFleet):
     """Paired: who has the token that its processes have."""
-    [store] = [one for one in psutil.Process(fleet.process.pid).children(recursive=True) if one.name() == "gcs_server"]
+    [store] = [
+        one
+        for one in psutil.Process(fleet.process.pid).children(recursive=True)
+        if one.name() == "gcs_server"
+    ]
     address = f"127.0.0.1:{next(one.laddr.port for one in store.net_connections() if one.status == 'LISTEN')}"
     token = psutil.Process(fleet.replicas()[0]["pid"]).environ()["RAY_AUTH_TOKEN"]
-    read = "import sys; from ray._raylet import GcsClient as C; C(sys.argv[1]).internal_kv_keys(b'', None, timeout=60)"
-    for shown, code in ({"RAY_AUTH_MODE": "disabled"}, 1), ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}, 0):
-        said = subprocess.run([sys.executable, "-c", read, address], env=os.environ | shown, capture_output=True)
+    read = (
+        "import sys; from ray._raylet import GcsClient as C; C(sys.argv[1]).internal_kv_keys(b'', "
+        "None, timeout=60)"
+    )
+    for shown, code in (
+        ({"RAY_AUTH_MODE": "disabled"}, 1),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}, 0),
+    ):
+        said = subprocess.run(
+            [sys.executable, "-c", read, address], env=os.environ | shown, capture_output=True
+        )
         assert said.returncode == code, said.stderr
     assert len(token) == 64
 
 
 def test_who_leaves_is_computed_no_longer(fleet: RunningFleet):
     prompt, _ = Corpus(5, 1).prompt(0)
-    sent = {"model": "bundled", "prompt": prompt, "max_tokens": 3000, "ignore_eos": True, "stream": True, "n": 8}
+    sent = {
+        "model": "bundled",
+        "prompt": prompt,
+        "max_tokens": 3000,
+        "ignore_eos": True,
+        "stream": True,
+        "n": 8,
+    }
     with fleet.http() as client, client.stream("POST", "/v1/completions", json=sent) as stream:
         texts = stream.iter_text()  # which ends the request when it is gone
         begun = next(texts)
@@ -204,7 +259,9 @@ def test_a_pinned_text_is_pinned_everywhere(fleet: RunningFleet):
     text, _ = Corpus(6, 1).prompt(0)
     with fleet.http(ALICE) as alice, fleet.http(ADMIN) as admin:
         tenant = alice.get("/v1/kvgraft/status").json()["view"]["tenant"]
-        pinned = admin.post("/v1/kvgraft/pins", json={"name": "law", "text": text, "tenant": tenant})
+        pinned = admin.post(
+            "/v1/kvgraft/pins", json={"name": "law", "text": text, "tenant": tenant}
+        )
         assert pinned.status_code < 300, pinned.text
         assert [value for _, value in fleet.samples("kvgraft:pinned_documents")] == [1, 1]
         deleted = admin.delete(f"/v1/kvgraft/pins/law?tenant={tenant}")
@@ -225,7 +282,9 @@ def test_a_killed_server_loses_only_what_it_has_in_flight(fleet: RunningFleet, w
             assert ask(client, corpus.prompt(number)).status == 200
     time.sleep(2.0)  # for the store
     before = fleet.wait_for(2)
-    engine = [process.pid for process in psutil.Process(before[0]["server_pid"]).children(recursive=True)]
+    engine = [
+        process.pid for process in psutil.Process(before[0]["server_pid"]).children(recursive=True)
+    ]
     failed_before = fleet.total("kvgraft:fleet_failed_total", at="2")
 
     def send(number: int) -> Asked:
@@ -237,7 +296,8 @@ def test_a_killed_server_loses_only_what_it_has_in_flight(fleet: RunningFleet, w
         time.sleep(0.3)
         os.kill(before[0][what], signal.SIGKILL)
         found = [answer.result() for answer in answers]
-    assert [answer.status for answer in found] == [200] * 60  # what had sent nothing on was tried again
+    # what had sent nothing on was tried again
+    assert [answer.status for answer in found] == [200] * 60
     assert fleet.total("kvgraft:fleet_failed_total", at="2") == failed_before
     assert sum(answer.text == answer.right for answer in found) >= 58
     assert all(answer.reused for answer in found)  # what the dead one knew lies in the store
@@ -249,7 +309,11 @@ def test_a_killed_server_loses_only_what_it_has_in_flight(fleet: RunningFleet, w
     assert engine
     assert wait_until(lambda: not any(map(is_alive, engine)))
     [new] = {replica["name"] for replica in after} - {before[1]["name"]}
-    assert fleet.total("kvgraft:pinned_documents", replica=new) == fleet.total("kvgraft:pinned_documents") / 2 > 0
+    assert (
+        fleet.total("kvgraft:pinned_documents", replica=new)
+        == fleet.total("kvgraft:pinned_documents") / 2
+        > 0
+    )
     assert fleet.total("kvgraft:fleet_taken_over_total", outcome="failed") == 0
 
 
@@ -275,7 +339,13 @@ def is_alive(pid: int) -> bool:
 def test_a_fleet_ends_what_it_has_begun(fleet: RunningFleet):
     prompt, _ = Corpus(20, 1).prompt(0)
     pids = [replica[what] for replica in fleet.replicas() for what in ("pid", "server_pid")]
-    sent = {"model": "bundled", "prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    sent = {
+        "model": "bundled",
+        "prompt": prompt,
+        "max_tokens": 200,
+        "ignore_eos": True,
+        "stream": True,
+    }
     sent["stream_options"] = {"include_usage": True}
     with fleet.http() as client, client.stream("POST", "/v1/completions", json=sent) as stream:
         texts = stream.iter_text()

@@ -1,4 +1,5 @@
-"""A fleet that cannot start says so in one line; one that is told to end takes all with it that it has started."""
+"""A fleet that cannot start says so in one line; one that is told to end takes all with it that it
+has started."""
 
 import json
 import signal
@@ -27,15 +28,24 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 @pytest.mark.soak  # with seconds that need a core of its own
 def test_a_fleet_that_is_interrupted_ends_all_that_it_has_started(tmp_path: Path):
     """With a request in flight that takes longer than it may."""
-    sent = {"model": "bundled", "prompt": Corpus(20, 1).prompt(0)[0], "ignore_eos": True, "stream": True}
+    sent = {
+        "model": "bundled",
+        "prompt": Corpus(20, 1).prompt(0)[0],
+        "ignore_eos": True,
+        "stream": True,
+    }
     sent["max_tokens"] = 3000
     found: list[httpx.Response] = []
 
     def ask_meanwhile() -> None:
         with fleet.http() as client:
-            found.append(client.post("/v1/completions", json=sent | {"stream": False, "max_tokens": 1}))
+            found.append(
+                client.post("/v1/completions", json=sent | {"stream": False, "max_tokens": 1})
+            )
 
-    with running_fleet(["--replicas", "1", "--drain-s", str(DRAIN_S)], tmp_path / "log", {}) as fleet:
+    with running_fleet(
+        ["--replicas", "1", "--drain-s", str(DRAIN_S)], tmp_path / "log", {}
+    ) as fleet:
         [replica] = fleet.wait_for(1)
         processes = psutil.Process(fleet.process.pid).children(recursive=True)
         engine = psutil.Process(replica["server_pid"]).children(recursive=True)

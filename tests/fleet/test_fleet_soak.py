@@ -1,4 +1,5 @@
-"""Two servers, a tier that they share on Redis, ten thousand requests, and servers that are killed meanwhile."""
+"""Two servers, a tier that they share on Redis, ten thousand requests, and servers that are killed
+meanwhile."""
 
 import os
 import signal
@@ -24,8 +25,11 @@ KINDS = ("prefix", "continued", "grafted")
 def fleet(tmp_path: Path) -> Iterator[RunningFleet]:
     with redis_server(tmp_path) as redis:
         arguments = ["--replicas", "2", "--sketch-s", "1", "--kvgraft-store-shared", redis.url]
-        arguments += ["--num-gpu-blocks-override", "400"]  # of 32 tokens: the corpus does not fit into one
-        with running_fleet(arguments, tmp_path / "log", {"KVGRAFT_CACHE_SECRET": "17" * 32}) as started:
+        # of 32 tokens: the corpus does not fit into one
+        arguments += ["--num-gpu-blocks-override", "400"]
+        with running_fleet(
+            arguments, tmp_path / "log", {"KVGRAFT_CACHE_SECRET": "17" * 32}
+        ) as started:
             started.wait_for(2)
             yield started
 
@@ -35,7 +39,9 @@ def test_ten_thousand_requests_and_two_killed_servers(fleet: RunningFleet):
     lock, started = threading.Lock(), time.monotonic()
 
     def send(number: int) -> Asked:
-        found = ask(client, corpus.prompt(number * 7919 % PAIRS, turned=number % 3 == 0, question=number))
+        found = ask(
+            client, corpus.prompt(number * 7919 % PAIRS, turned=number % 3 == 0, question=number)
+        )
         with lock:
             answered["all"] += 1
             kill = kills.pop(answered["all"], None)
@@ -52,7 +58,10 @@ def test_ten_thousand_requests_and_two_killed_servers(fleet: RunningFleet):
     right = sum(answer.text == answer.right for answer in found)
     reused = [sum(answer.report.get(f"{kind}_tokens", 0) for kind in KINDS) for answer in found]
     whole = [answer.report.get("prompt_tokens", 0) for answer in found]
-    shares = [sum(reused[at : at + 500]) / max(sum(whole[at : at + 500]), 1) for at in range(0, REQUESTS, 500)]
+    shares = [
+        sum(reused[at : at + 500]) / max(sum(whole[at : at + 500]), 1)
+        for at in range(0, REQUESTS, 500)
+    ]
     failed = {at: fleet.total("kvgraft:fleet_failed_total", at=at) for at in ("1", "2", "stream")}
     shared = fleet.total("kvgraft:store_total", event="shared_hits")
     print(f"\n{REQUESTS} requests in {took:.0f} s, {dict(statuses)}, {right} right")

@@ -39,7 +39,11 @@ def report(*texts: Fingerprints, waiting_s: float = 0.0, pace: float = 1.0) -> R
     held, begun = ([text.values for text in texts], [text.chain() for text in texts])
     empty = [np.zeros(0, np.uint64)]
     return ReplicaReport(
-        pack(np.concatenate(held + empty)), pack(np.concatenate(begun + empty)), waiting_s, COSTS, pace=pace
+        pack(np.concatenate(held + empty)),
+        pack(np.concatenate(begun + empty)),
+        waiting_s,
+        COSTS,
+        pace=pace,
     )
 
 
@@ -68,7 +72,8 @@ def test_a_prefix_aware_router_sees_beginnings_alone(clock: Clock):
 
 
 def test_a_beginning_has_no_gap():
-    """One bit that is set by chance behind text that nobody has read makes no prompt a known one."""
+    """One bit that is set by chance behind text that nobody has read makes no prompt a known
+    one."""
     known = np.zeros((3, len(FIRST.values)), bool)
     known[1, -1] = True
     known[2, : len(FIRST.values) // 2] = True
@@ -89,7 +94,9 @@ def test_the_holder_comes_first_only_while_waiting_is_shorter_than_the_gain(cloc
 def test_known_text_counts_more_when_all_have_to_wait(clock: Clock, least_s: float, best: str):
     """A second that is not computed is one that nobody behind has to wait."""
     later = 1.3 * 2000 / 8000  # than what is gained at the holder
-    ranking = ranking_of(clock, a=report(waiting_s=least_s), b=report(FIRST, waiting_s=least_s + later))
+    ranking = ranking_of(
+        clock, a=report(waiting_s=least_s), b=report(FIRST, waiting_s=least_s + later)
+    )
     assert ranking.rank(FIRST, {"a": 1, "b": 1}).servers[0] == best
 
 
@@ -107,7 +114,9 @@ def test_what_waits_is_read_while_time_passes(clock: Clock):
     assert ranking.rank(FIRST, {"a": 0, "b": 0}).servers[0] == "b"
 
 
-def test_a_report_of_what_was_sent_from_here_and_has_been_answered_since_keeps_nobody_waiting(clock: Clock):
+def test_a_report_of_what_was_sent_from_here_and_has_been_answered_since_keeps_nobody_waiting(
+    clock: Clock,
+):
     ranking = ranking_of(clock, a=report(), b=report())
     for text in (FIRST, SECOND, THIRD):
         ranking.sent("b", text)
@@ -153,7 +162,10 @@ def test_a_pace_lies_between_the_slowest_and_the_fastest_prompt(given: list[tupl
     for expected_s, real_s in given:
         pace.add(expected_s, real_s)
     ratios = [real_s / expected_s for expected_s, real_s in given]
-    assert min(ratios) * 0.999 <= pace.value <= max(ratios) * 1.001 or not FASTEST < pace.value < SLOWEST
+    assert (
+        min(ratios) * 0.999 <= pace.value <= max(ratios) * 1.001
+        or not FASTEST < pace.value < SLOWEST
+    )
     for _ in range(200):
         pace.add(0.1, 0.3)
     assert pace.value == pytest.approx(3.0, rel=1e-2)
@@ -163,11 +175,17 @@ def test_what_was_sent_waits_there_and_is_known_there(clock: Clock):
     ranking = ranking_of(clock, a=report(), b=report())
     ranking.sent("b", FIRST)
     assert ranking.rank(SECOND, {"a": 0, "b": 1}).servers[0] == "a", "b has to read the first"
-    assert ranking.rank(FIRST, {"a": 0, "b": 0}).servers[0] == "b", "it has, whatever it was expected to take"
+    assert ranking.rank(FIRST, {"a": 0, "b": 0}).servers[0] == "b", (
+        "it has, whatever it was expected to take"
+    )
     clock.now += 1.0
-    assert ranking.rank(FIRST, {"a": 0, "b": 0}).servers[0] == "b", "it has read it, and did not say so yet"
+    assert ranking.rank(FIRST, {"a": 0, "b": 0}).servers[0] == "b", (
+        "it has read it, and did not say so yet"
+    )
     ranking.hear("b", report())
-    assert ranking.rank(FIRST, {"a": 0, "b": 0}).known_tokens > 0, "what it says is older than what was sent"
+    assert ranking.rank(FIRST, {"a": 0, "b": 0}).known_tokens > 0, (
+        "what it says is older than what was sent"
+    )
     clock.now += GRACE + 1
     ranking.hear("b", report())
     assert ranking.rank(FIRST, {"a": 0, "b": 0}).known_tokens == 0
@@ -219,8 +237,14 @@ def test_equal_servers_take_turns(clock: Clock):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(0, 11), st.sampled_from([1.0, 1.5, 3.0]))
-def test_nobody_gets_more_than_the_bound_and_everybody_is_ranked(loads: list[int], holder: int, imbalance: float):
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=12),
+    st.integers(0, 11),
+    st.sampled_from([1.0, 1.5, 3.0]),
+)
+def test_nobody_gets_more_than_the_bound_and_everybody_is_ranked(
+    loads: list[int], holder: int, imbalance: float
+):
     clock = Clock()
     ranking, in_flight = Ranking[int](clock=clock, imbalance=imbalance), dict(enumerate(loads))
     for server in in_flight:

@@ -20,7 +20,11 @@ from kvgraft.fleet.router_view import RouterView
 from kvgraft.segments.fingerprints import Fingerprints
 
 SECRET = bytes(range(32))
-PARTS = [{"type": "text", "text": "b"}, {"type": "image_url", "image_url": {"url": "c"}}, {"type": "text", "text": "d"}]
+PARTS = [
+    {"type": "text", "text": "b"},
+    {"type": "image_url", "image_url": {"url": "c"}},
+    {"type": "text", "text": "d"},
+]
 
 
 @pytest.mark.parametrize(
@@ -29,7 +33,10 @@ PARTS = [{"type": "text", "text": "b"}, {"type": "image_url", "image_url": {"url
         ({"prompt": "a"}, ["a"]),
         ({"prompt": ["a", "b"]}, ["a", "b"]),
         ({"prompt": [1, 2, 3]}, []),
-        ({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": PARTS}]}, ["a", "b", "d"]),
+        (
+            {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": PARTS}]},
+            ["a", "b", "d"],
+        ),
         ({"instructions": "a", "input": "b"}, ["a", "b"]),
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]}, ["a"]),
         ({"messages": None, "prompt": {}}, []),
@@ -59,12 +66,23 @@ def test_deep_long_and_many_texts_are_no_texts():
         ({}, (b"", b"", b"")),
         ({"model": "adapter", "cache_salt": "s"}, (b"", b"s", b"adapter")),
         ({"kv_transfer_params": {"kvgraft": {"namespace": "n"}}}, (b"n", b"", b"")),
-        ({"model": {}, "cache_salt": [], "kv_transfer_params": {"kvgraft": {"namespace": {}}}}, (b"", b"", b"")),
-        ({"model": ["base"], "cache_salt": 1, "kv_transfer_params": {"kvgraft": 1}}, (b"", b"", b"")),
-        ({"model": "\x00", "cache_salt": "\ud800", "kv_transfer_params": [1]}, (b"", b"?", b"\x00")),
+        (
+            {"model": {}, "cache_salt": [], "kv_transfer_params": {"kvgraft": {"namespace": {}}}},
+            (b"", b"", b""),
+        ),
+        (
+            {"model": ["base"], "cache_salt": 1, "kv_transfer_params": {"kvgraft": 1}},
+            (b"", b"", b""),
+        ),
+        (
+            {"model": "\x00", "cache_salt": "\ud800", "kv_transfer_params": [1]},
+            (b"", b"?", b"\x00"),
+        ),
     ],
 )
-def test_what_narrows_a_scope_is_text_whatever_is_given(request_: dict[str, object], parts: tuple[bytes, ...]):
+def test_what_narrows_a_scope_is_text_whatever_is_given(
+    request_: dict[str, object], parts: tuple[bytes, ...]
+):
     assert narrowed_by(request_, {"base"}) == parts
 
 
@@ -99,7 +117,11 @@ def test_a_sketch_tells_nothing_to_who_guesses_in_another_scope():
         return float(known.where(Fingerprints.of(text, scope).values, ["server"]).mean())
 
     assert share_of(scope_of(SECRET, b"alice", b"", b"", b"")) == 1.0
-    for other in ([b"bob", b"", b"", b""], [b"alice", b"namespace", b"", b""], [b"alice", b"", b"salt", b""]):
+    for other in (
+        [b"bob", b"", b"", b""],
+        [b"alice", b"namespace", b"", b""],
+        [b"alice", b"", b"salt", b""],
+    ):
         assert share_of(scope_of(SECRET, *other)) < 0.05
     assert share_of(scope_of(SECRET[::-1], b"alice", b"", b"", b"")) < 0.05
     own = Fingerprints.of(text, scope_of(SECRET, b"alice", b"", b"", b""))
@@ -116,13 +138,21 @@ def test_an_answer_is_a_stream_by_its_type():
 def test_headers_of_one_connection_are_not_passed_on():
     """Paired: all others are, as often as they are there."""
     headers = [("Set-Cookie", "a"), ("Set-Cookie", "b"), ("X-Other", "c"), ("Date", "d")]
-    dropped = [("Connection", "close, X-Hop"), ("connection", "x-next"), ("x-hop", "1"), ("X-Next", "2"), ("TE", "3")]
+    dropped = [
+        ("Connection", "close, X-Hop"),
+        ("connection", "x-next"),
+        ("x-hop", "1"),
+        ("X-Next", "2"),
+        ("TE", "3"),
+    ]
     assert end_to_end([*dropped, *headers]) == tuple(headers)
     assert end_to_end([*headers, *dropped], "date", "x-other") == tuple(headers[:2])
 
 
 def test_a_stream_has_all_headers_of_its_server():
-    head = Head(200, (("content-type", "text/event-stream"), ("set-cookie", "a"), ("set-cookie", "b")))
+    head = Head(
+        200, (("content-type", "text/event-stream"), ("set-cookie", "a"), ("set-cookie", "b"))
+    )
     answer = with_headers(StreamingResponse([]), head)
     assert answer.headers.getlist("set-cookie") == ["a", "b"]
     assert answer.headers.getlist("content-type") == ["text/event-stream"]

@@ -6,7 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve._private.common import (
+    DeploymentHandleSource,
+    DeploymentID,
+    ReplicaID,
+    RequestMetadata,
+)
 from ray.serve.request_router import PendingRequest
 
 from kvgraft.fleet.figures import FIGURES
@@ -32,7 +37,9 @@ BAD = [
 
 def router() -> SegmentRouter:
     made = SegmentRouter(
-        deployment_id=DeploymentID("Replica"), handle_source=DeploymentHandleSource.REPLICA, self_actor_id="x"
+        deployment_id=DeploymentID("Replica"),
+        handle_source=DeploymentHandleSource.REPLICA,
+        self_actor_id="x",
     )
     made.initialize_state()
     return made
@@ -42,7 +49,11 @@ def replicas(*said: object) -> list[SimpleNamespace]:
     """What Ray hands to a router of each replica, as far as it is read."""
     return [
         SimpleNamespace(
-            replica_id=name, routing_stats=stats, node_id="n", availability_zone="z", multiplexed_model_ids=set()
+            replica_id=name,
+            routing_stats=stats,
+            node_id="n",
+            availability_zone="z",
+            multiplexed_model_ids=set(),
         )
         for name, stats in zip(NAMES, said, strict=True)
     ]
@@ -54,7 +65,9 @@ def asked(*avoids: str) -> PendingRequest:
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_report_that_nobody_understands_is_left_out(bad: dict[str, object], caplog: pytest.LogCaptureFixture):
+def test_a_report_that_nobody_understands_is_left_out(
+    bad: dict[str, object], caplog: pytest.LogCaptureFixture
+):
     async def first() -> ReplicaID:
         found = router()
         given = replicas(bad, GOOD)
@@ -75,7 +88,11 @@ def test_a_report_that_nobody_understands_is_left_out(bad: dict[str, object], ca
 def counted() -> dict[tuple[str, str], float]:
     """What was counted of routed requests, and of known tokens."""
     samples = [sample for family in FIGURES.registry.collect() for sample in family.samples]
-    return {(one.name, one.labels.get("by", "")): one.value for one in samples if one.name.endswith("_total")}
+    return {
+        (one.name, one.labels.get("by", "")): one.value
+        for one in samples
+        if one.name.endswith("_total")
+    }
 
 
 @pytest.mark.parametrize("said", [GOOD, None])
@@ -92,8 +109,15 @@ def test_a_request_that_waits_for_a_place_is_counted_once(said: dict[str, object
     before = counted()
     asyncio.run(ranked())
     by = "text" if said else "load"
-    assert counted()["kvgraft:fleet_routed_total", by] - before.get(("kvgraft:fleet_routed_total", by), 0.0) == 2
-    known = counted()["kvgraft:fleet_known_tokens_total", ""] - before["kvgraft:fleet_known_tokens_total", ""]
+    assert (
+        counted()["kvgraft:fleet_routed_total", by]
+        - before.get(("kvgraft:fleet_routed_total", by), 0.0)
+        == 2
+    )
+    known = (
+        counted()["kvgraft:fleet_known_tokens_total", ""]
+        - before["kvgraft:fleet_known_tokens_total", ""]
+    )
     assert known == pytest.approx(2 * 2000 * bool(said), rel=0.1)
 
 
@@ -103,7 +127,11 @@ def test_a_request_does_not_go_again_to_who_has_failed_it(said: dict[str, object
         found = router()
         given = replicas(said, None)
         found.update_replicas(given)
-        return {one.replica_id for rank in await found.choose_replicas(given, asked(*avoids)) for one in rank}
+        return {
+            one.replica_id
+            for rank in await found.choose_replicas(given, asked(*avoids))
+            for one in rank
+        }
 
     assert asyncio.run(places()) == {*NAMES}
     assert asyncio.run(places("a")) == {NAMES[1]}

@@ -11,11 +11,15 @@ from kvgraft.fleet.replica_contents import ReplicaContents
 from kvgraft.fleet.router_view import GRACE, ROWS, RouterView, pack, unpack
 from kvgraft.segments.fingerprints import SPACING, Fingerprints
 
-VALUES = st.lists(st.integers(0, 2**64 - 1), max_size=60).map(lambda values: np.array(values, np.uint64))
+VALUES = st.lists(st.integers(0, 2**64 - 1), max_size=60).map(
+    lambda values: np.array(values, np.uint64)
+)
 
 
 def prints(*values: int) -> Fingerprints:
-    return Fingerprints(np.arange(len(values)) * SPACING, np.array(values, np.uint64), SPACING * len(values))
+    return Fingerprints(
+        np.arange(len(values)) * SPACING, np.array(values, np.uint64), SPACING * len(values)
+    )
 
 
 @given(VALUES)
@@ -57,10 +61,17 @@ class Clock:
 def test_it_knows_what_was_said_and_what_was_sent_lately(data: st.DataObject):
     """Against sets, for servers that come and go."""
     clock = Clock()
-    known, said, sent = RouterView[int](clock), dict[int, set[int]](), dict[int, list[tuple[float, set[int]]]]()
+    known, said, sent = (
+        RouterView[int](clock),
+        dict[int, set[int]](),
+        dict[int, list[tuple[float, set[int]]]](),
+    )
     some = st.sets(st.integers(0, 40), max_size=8)
     for _ in range(data.draw(st.integers(1, 25))):
-        server, action = data.draw(st.integers(0, 20)), data.draw(st.sampled_from(["say", "send", "remove", "wait"]))
+        server, action = (
+            data.draw(st.integers(0, 20)),
+            data.draw(st.sampled_from(["say", "send", "remove", "wait"])),
+        )
         values = data.draw(some)
         array = np.array(sorted(values), np.uint64)
         if action == "say":
@@ -78,7 +89,9 @@ def test_it_knows_what_was_said_and_what_was_sent_lately(data: st.DataObject):
             clock.now += data.draw(st.floats(0, GRACE))
         servers = list(said)
         found = known.where(np.arange(41, dtype=np.uint64), servers)
-        expected = [said[server].union(*(values for _, values in sent[server])) for server in servers]
+        expected = [
+            said[server].union(*(values for _, values in sent[server])) for server in servers
+        ]
         assert [set(np.flatnonzero(row).tolist()) for row in found] == expected
 
 
@@ -86,8 +99,13 @@ def test_it_knows_what_was_said_and_what_was_sent_lately(data: st.DataObject):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 25), min_size=1, max_size=6, unique=True), max_size=12), st.integers(1, 12))
-def test_the_last_that_fits_is_held_and_of_a_prompt_its_beginning(texts: list[list[int]], capacity: int):
+@given(
+    st.lists(st.lists(st.integers(0, 25), min_size=1, max_size=6, unique=True), max_size=12),
+    st.integers(1, 12),
+)
+def test_the_last_that_fits_is_held_and_of_a_prompt_its_beginning(
+    texts: list[list[int]], capacity: int
+):
     held, order = ReplicaContents(capacity * SPACING), list[int]()
     for text in texts:
         held.add(prints(*text))

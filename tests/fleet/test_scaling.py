@@ -14,19 +14,27 @@ from models import make_adapter
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 SCALING = {
     "min_replicas": 0, "initial_replicas": 1, "max_replicas": 1, "target_ongoing_requests": 4,
-    "upscale_delay_s": 0.5, "downscale_delay_s": 3.0, "metrics_interval_s": 0.5, "look_back_period_s": 2.0,
+    "upscale_delay_s": 0.5, "downscale_delay_s": 3.0, "metrics_interval_s": 0.5,
+    "look_back_period_s": 2.0,
 }  # fmt: skip
 
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[RunningFleet]:
     arguments = ["--autoscaling", msgspec.json.encode(SCALING).decode(), "--enable-lora"]
-    with running_fleet(arguments, tmp_path / "log", {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}) as started:
+    with running_fleet(
+        arguments, tmp_path / "log", {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    ) as started:
         yield started
 
 
-def test_what_was_pinned_and_loaded_is_there_when_somebody_asks_again(fleet: RunningFleet, tmp_path: Path):
-    adapter = {"lora_name": "terse", "lora_path": str(make_adapter(tmp_path / "terse", MODEL_DIR, seed=1))}
+def test_what_was_pinned_and_loaded_is_there_when_somebody_asks_again(
+    fleet: RunningFleet, tmp_path: Path
+):
+    adapter = {
+        "lora_name": "terse",
+        "lora_path": str(make_adapter(tmp_path / "terse", MODEL_DIR, seed=1)),
+    }
     corpus = Corpus(0, 1)
     [first] = fleet.wait_for(1)
     with fleet.http() as client, fleet.http(ADMIN) as admin:

@@ -1,4 +1,5 @@
-"""An engine that stops answering: its server leaves the fleet, and what it was sent goes to another one."""
+"""An engine that stops answering: its server leaves the fleet, and what it was sent goes to another
+one."""
 
 import os
 import signal

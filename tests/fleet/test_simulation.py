@@ -36,7 +36,9 @@ def found(arrivals: list[Arrival]) -> dict[str, Simulated]:
 
 def same(one: Simulated, other: Simulated) -> bool:
     """All but the time that this machine took."""
-    pairs = zip(astuple(replace(one, routing_s=0)), astuple(replace(other, routing_s=0)), strict=True)
+    pairs = zip(
+        astuple(replace(one, routing_s=0)), astuple(replace(other, routing_s=0)), strict=True
+    )
     return all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
 
 
@@ -46,7 +48,9 @@ def test_a_simulation_can_be_repeated(router: str, found: dict[str, Simulated]):
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_every_request_is_answered_once(router: str, arrivals: list[Arrival], found: dict[str, Simulated]):
+def test_every_request_is_answered_once(
+    router: str, arrivals: list[Arrival], found: dict[str, Simulated]
+):
     one, steps = found[router], []
     simulate(arrivals, SHAPE, router, on_step=lambda: steps.append(1))
     assert len(steps) == len(one.ttft_s) == len(arrivals)
@@ -58,7 +62,10 @@ def test_every_request_is_answered_once(router: str, arrivals: list[Arrival], fo
 
 def test_servers_read_one_prompt_after_the_other():
     [text] = [arrival.text for arrival in generate(replace(TRAFFIC, requests=1))]
-    at_once = [Arrival(0.0, Fingerprints(text.places, text.values + np.uint64(k), text.num_bytes), 1) for k in range(3)]
+    at_once = [
+        Arrival(0.0, Fingerprints(text.places, text.values + np.uint64(k), text.num_bytes), 1)
+        for k in range(3)
+    ]
     ttft = simulate(at_once, replace(SHAPE, servers=1), "random").ttft_s
     assert ttft == pytest.approx(ttft[0] * np.array([1, 2, 3]))
 
@@ -84,7 +91,9 @@ def test_text_of_its_own_on_each_server_is_reused_there_alone():
     texts = [Fingerprints.joined([row.text, row.text]) for row in rows]
     turns = [Arrival(10.0 * number, texts[number % 2], 1) for number in range(10)]
     shape = replace(SHAPE, servers=2, pool_tokens=7500)
-    reused = {router: _reused(simulate(turns, shape, router)) for router in ("random", "segment-aware")}
+    reused = {
+        router: _reused(simulate(turns, shape, router)) for router in ("random", "segment-aware")
+    }
     assert reused["segment-aware"] > reused["random"] + 0.1
 
 
@@ -94,7 +103,11 @@ def _reused(one: Simulated) -> float:
 
 def test_segment_aware_reuses_more_than_others(found: dict[str, Simulated]):
     reused = {router: _reused(one) for router, one in found.items()}
-    assert reused["segment-aware"] > reused["prefix-aware"] > max(reused["random"], reused["least-loaded"])
+    assert (
+        reused["segment-aware"]
+        > reused["prefix-aware"]
+        > max(reused["random"], reused["least-loaded"])
+    )
 
 
 def test_only_routers_that_listen_are_told(found: dict[str, Simulated]):
@@ -113,19 +126,27 @@ def test_an_unchanged_sketch_is_not_counted_again(arrivals: list[Arrival]):
     twice = simulate([arrivals[0], idle], SHAPE, "segment-aware")
     empty = 2 * SHAPE.servers * 20
     assert once.sketch_bytes < empty
-    assert twice.sketch_bytes < once.sketch_bytes + 3 * len(arrivals[0].text.values) * 2 + empty, "fifty periods passed"
+    assert twice.sketch_bytes < once.sketch_bytes + 3 * len(arrivals[0].text.values) * 2 + empty, (
+        "fifty periods passed"
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"servers": 0}, "servers is 0"), ({"period_s": float("nan")}, "period_s"), ({"delay_s": -1}, "delay_s is -1")],
+    [
+        ({"servers": 0}, "servers is 0"),
+        ({"period_s": float("nan")}, "period_s"),
+        ({"delay_s": -1}, "delay_s is -1"),
+    ],
 )
 def test_a_fleet_of_impossible_shape_is_refused(change: dict[str, float], message: str):
     with pytest.raises(ValueError, match=message):
         replace(SHAPE, **change)
 
 
-@pytest.mark.parametrize("change", [{"turns": 0.5}, {"on_topic": 1.0}, {"documents": 7}, {"rate": 0}, {"pause_s": 0}])
+@pytest.mark.parametrize(
+    "change", [{"turns": 0.5}, {"on_topic": 1.0}, {"documents": 7}, {"rate": 0}, {"pause_s": 0}]
+)
 def test_traffic_of_impossible_shape_is_refused(change: dict[str, float]):
     with pytest.raises(ValueError, match=f"{next(iter(change))} is|per_prompt is"):
         replace(KINDS["rag"], **change)
@@ -135,7 +156,9 @@ def test_generated_conversations_go_on():
     requests = generate(replace(KINDS["chat"], requests=300, rate=5.0))
     chains = [set(arrival.text.chain().tolist()) for arrival in requests]
     assert np.all(np.diff([arrival.at for arrival in requests]) >= 0)
-    going_on = sum(any(earlier < chain for earlier in chains[:number]) for number, chain in enumerate(chains))
+    going_on = sum(
+        any(earlier < chain for earlier in chains[:number]) for number, chain in enumerate(chains)
+    )
     assert going_on > len(requests) / 3
 
 
@@ -165,14 +188,18 @@ def test_recorded_prompts_share_what_they_share(tmp_path: Path):
 
 
 def test_recorded_times_are_kept_or_scaled_or_made(tmp_path: Path):
-    timed = trace_of(tmp_path, *(f'{{"prompt": "{WORDS}", "timestamp": {100 + at}}}' for at in (0, 4, 10)))
+    timed = trace_of(
+        tmp_path, *(f'{{"prompt": "{WORDS}", "timestamp": {100 + at}}}' for at in (0, 4, 10))
+    )
     texts = texts_of(timed)
     assert [arrival.at for arrival in replayed(timed, texts, None)] == [0, 4, 10]
     assert [arrival.at for arrival in replayed(timed, texts, 0.6)] == pytest.approx([0, 2, 5])
     untimed = trace_of(tmp_path, *[f'{{"prompt": "{WORDS}"}}'] * 3)
     with pytest.raises(ValueError, match="have no times"):
         replayed(untimed, texts, None)
-    assert [a.at for a in replayed(untimed, texts, 2.0)] == [a.at for a in replayed(untimed, texts, 2.0)]
+    assert [a.at for a in replayed(untimed, texts, 2.0)] == [
+        a.at for a in replayed(untimed, texts, 2.0)
+    ]
     traffic = RecordedTraffic(untimed, 2, None, COSTS)
     assert len(traffic.arrivals(4)) == 2
     assert traffic.how_rated.startswith("a load of")
@@ -182,7 +209,10 @@ def test_recorded_times_are_kept_or_scaled_or_made(tmp_path: Path):
 def test_answers_of_which_only_the_length_is_recorded_take_their_time(tmp_path: Path):
     line = '{"timestamp": 7, "input_length": 9, "output_length": 20, "hash_ids": [3]}'
     trace = trace_of(tmp_path, line, f'{{"prompt": "{WORDS}", "timestamp": 8}}')
-    assert [arrival.decoded for arrival in replayed(trace, texts_of(trace), None)] == [20, ANSWER_TOKENS]
+    assert [arrival.decoded for arrival in replayed(trace, texts_of(trace), None)] == [
+        20,
+        ANSWER_TOKENS,
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------- studies
@@ -191,15 +221,21 @@ def test_answers_of_which_only_the_length_is_recorded_take_their_time(tmp_path: 
 @pytest.fixture(scope="module")
 def study() -> FleetStudy:
     settings = StudySettings((2, 4), ("random", "segment-aware"), 60_000, COSTS)
-    return compare(settings, GeneratedTraffic("rag", replace(KINDS["rag"], documents=300), 300, None, COSTS))
+    return compare(
+        settings, GeneratedTraffic("rag", replace(KINDS["rag"], documents=300), 300, None, COSTS)
+    )
 
 
 def test_a_study_has_a_row_for_each(study: FleetStudy):
     routers = ["random", "segment-aware", ONE_SERVER]
-    assert [(row.servers, row.router) for row in study.rows] == [(n, r) for n in (2, 4) for r in routers]
+    assert [(row.servers, row.router) for row in study.rows] == [
+        (n, r) for n in (2, 4) for r in routers
+    ]
     few, many = (row for row in study.rows if row.router == "segment-aware")
     assert many.rate == pytest.approx(2 * few.rate, rel=0.15)
-    assert pytest.approx(few.rate / 2 * study.prompt_tokens / 8000, rel=0.15) == 0.7, "that is the load"
+    assert pytest.approx(few.rate / 2 * study.prompt_tokens / 8000, rel=0.15) == 0.7, (
+        "that is the load"
+    )
     for row in study.rows:
         assert 0 < row.reused < 1
         assert (row.ttft_s is None) == (row.router == ONE_SERVER)

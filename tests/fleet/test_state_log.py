@@ -81,7 +81,9 @@ def test_of_several_who_were_told_the_last_counts():
 
 def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch):
     """Paired: what just fits."""
-    monkeypatch.setattr("kvgraft.fleet.state_log.MAX_BYTES", 2 * len(change(0, PINS, body={"name": "a"}).body))
+    monkeypatch.setattr(
+        "kvgraft.fleet.state_log.MAX_BYTES", 2 * len(change(0, PINS, body={"name": "a"}).body)
+    )
     changes = StateLog()
     for at in (1, 2, 3):
         changes.note(change(at, PINS, body={"name": "a"}), DONE, segment(str(at)))
@@ -97,9 +99,17 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch):
     [
         ([(DONE, b"a"), (DONE, b"b")], 200, "a"),
         ([(REFUSED, b"a"), (REFUSED, b"b")], 409, "a"),
-        ([(DONE, b""), (REFUSED, b'{"error": {"message": "full"}}')], 409, "1 of 2 servers refuse this, the others"),
+        (
+            [(DONE, b""), (REFUSED, b'{"error": {"message": "full"}}')],
+            409,
+            "1 of 2 servers refuse this, the others",
+        ),
         ([(DONE, b""), (REFUSED, b'{"error": {"message": "full"}}')], 409, "done it: full"),
-        ([(DONE, b""), TimeoutError(), (REFUSED, b"")], 503, "1 of 3 servers have done this, 1 failed or did not"),
+        (
+            [(DONE, b""), TimeoutError(), (REFUSED, b"")],
+            503,
+            "1 of 3 servers have done this, 1 failed or did not",
+        ),
         ([], 503, "no server is there"),
     ],
 )

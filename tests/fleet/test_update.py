@@ -26,9 +26,23 @@ def address(tmp_path: Path) -> Iterator[str]:
     folder = mkdtemp(prefix="ray-")  # a short path: there are sockets in it
     with reserved_port() as port:
         pass
-    command = [BIN / "ray", "start", "--head", "--block", "--num-cpus", "3", "--include-dashboard", "false"]
+    command = [
+        BIN / "ray",
+        "start",
+        "--head",
+        "--block",
+        "--num-cpus",
+        "3",
+        "--include-dashboard",
+        "false",
+    ]
     command += ["--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", folder]
-    environment = {**os.environ, **SETTINGS, "KVGRAFT_ADMIN_KEY": ADMIN, "RAY_AUTH_MODE": "disabled"}
+    environment = {
+        **os.environ,
+        **SETTINGS,
+        "KVGRAFT_ADMIN_KEY": ADMIN,
+        "RAY_AUTH_MODE": "disabled",
+    }
     with (tmp_path / "ray").open("wb") as log:
         cluster = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
     time.sleep(10)
@@ -39,13 +53,28 @@ def address(tmp_path: Path) -> Iterator[str]:
 
 
 def test_a_fleet_is_replaced_while_it_answers(address: str, tmp_path: Path):
-    environment = {**os.environ, **SETTINGS, "KVGRAFT_ADMIN_KEY": ADMIN, "RAY_AUTH_MODE": "disabled"}
+    environment = {
+        **os.environ,
+        **SETTINGS,
+        "KVGRAFT_ADMIN_KEY": ADMIN,
+        "RAY_AUTH_MODE": "disabled",
+    }
     with reserved_port() as port:
         pass
     fleet = RunningFleet(f"http://127.0.0.1:{port}", None, tmp_path / "log")
 
     def deploy(*flags: str) -> None:
-        command = [sys.executable, "-m", "kvgraft", "fleet", "--address", address, "--port", str(port), *flags]
+        command = [
+            sys.executable,
+            "-m",
+            "kvgraft",
+            "fleet",
+            "--address",
+            address,
+            "--port",
+            str(port),
+            *flags,
+        ]
         with fleet.log.open("ab") as log:
             subprocess.run(
                 [*command, "--api-key", ALICE, BOB],
@@ -56,7 +85,10 @@ def test_a_fleet_is_replaced_while_it_answers(address: str, tmp_path: Path):
     with pytest.raises(subprocess.CalledProcessError):
         deploy("--replicas", "1")
     environment["KVGRAFT_ADMIN_KEY"] = ADMIN
-    assert "KVGRAFT_ADMIN_KEY: not the same here as where the fleet was started" in fleet.log.read_text()
+    assert (
+        "KVGRAFT_ADMIN_KEY: not the same here as where the fleet was started"
+        in fleet.log.read_text()
+    )
     deploy("--replicas", "2")
     before = {replica["name"] for replica in fleet.wait_for(2)}
     corpus, ended = Corpus(0, 16), Event()

@@ -19,8 +19,8 @@ def shares(kind: str, mean: float, rng: np.random.Generator, count: int) -> np.n
 @pytest.mark.parametrize("kind", ["all or nothing", "shares"])
 @pytest.mark.parametrize("mean", [0.002, 0.01, 0.05, 0.3])
 def test_the_mean_is_within_the_bounds_at_all_times(kind: str, mean: float):
-    """Of as many runs as the interval may miss, hardly more ever leave it: the wealth of both bets against the truth,
-    of all runs together."""
+    """Of as many runs as the interval may miss, hardly more ever leave it: the wealth of both bets
+    against the truth, of all runs together."""
     rng, missed = np.random.default_rng(7), np.zeros(RUNS, bool)
     greater, less = np.zeros((len(BETS), RUNS)), np.zeros((len(BETS), RUNS))
     for _ in range(ANSWERS):
@@ -73,7 +73,9 @@ def test_the_bounds_are_the_means_that_no_bet_refutes():
         return max(greater, less) >= 2 / ALPHA
 
     low, high = sequence.interval
-    assert [mean for mean in MEANS if low < mean < high] == [mean for mean in MEANS if not refuted(mean)]
+    assert [mean for mean in MEANS if low < mean < high] == [
+        mean for mean in MEANS if not refuted(mean)
+    ]
 
 
 @pytest.mark.parametrize("wrong", [-0.1, 1.1, float("nan")])
@@ -97,7 +99,9 @@ def test_a_mean_that_becomes_too_great_raises_the_alarm(good: int):
     """As soon after a thousand good answers as at once."""
     rng, found = np.random.default_rng(1), []
     for _ in range(20):
-        values = np.concatenate([shares("shares", 0.002, rng, good), shares("shares", 0.2, rng, 100)])
+        values = np.concatenate(
+            [shares("shares", 0.002, rng, good), shares("shares", 0.2, rng, 100)]
+        )
         number = answers_until_alarm(0.01, values)
         assert number is not None
         found.append(number - good)
@@ -108,5 +112,8 @@ def test_a_mean_that_becomes_too_great_raises_the_alarm(good: int):
 def test_false_alarms_are_as_far_apart_as_promised():
     """Of answers that are as bad as is allowed."""
     rng, apart = np.random.default_rng(2), 100.0
-    found = [answers_until_alarm(0.05, shares("all or nothing", 0.05, rng, 5000), apart) or 5000 for _ in range(100)]
+    found = [
+        answers_until_alarm(0.05, shares("all or nothing", 0.05, rng, 5000), apart) or 5000
+        for _ in range(100)
+    ]
     assert np.mean(found) >= apart

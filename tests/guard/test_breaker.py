@@ -7,7 +7,8 @@ from kvgraft.guard.breaker import LONGEST_S, TRIED, UNSCORED, WAIT_S, Breaker, L
 
 TARGET = 0.01
 ALL, NO_BUDGET = tuple(Level), (Level.AS_ASKED, Level.EXACT)
-Quality = Callable[[Level, float], float]  # mean share of a level's answers, seconds since the beginning
+# mean share of a level's answers, seconds since the beginning
+Quality = Callable[[Level, float], float]
 
 
 class Simulation:
@@ -15,7 +16,9 @@ class Simulation:
 
     def __init__(self, quality: Quality, levels: tuple[Level, ...] = ALL, seed: int = 0) -> None:
         self.now, self.told = 0.0, list[tuple[float, Transition]]()
-        self.breaker = Breaker(TARGET, levels, lambda: self.now, lambda one: self.told.append((self.now, one)))
+        self.breaker = Breaker(
+            TARGET, levels, lambda: self.now, lambda one: self.told.append((self.now, one))
+        )
         self._quality, self._rng = quality, np.random.default_rng(seed)
 
     def run(self, seconds: int) -> list[Level]:
@@ -123,7 +126,8 @@ def test_what_gets_well_is_trusted_again_step_by_step():
     ],
 )
 def test_it_does_not_flap(quality: Quality):
-    """In a day and a half few changes, the less the longer it lasts; what is bad is tried ever more seldom."""
+    """In a day and a half few changes, the less the longer it lasts; what is bad is tried ever more
+    seldom."""
     simulation = Simulation(quality)
     simulation.run(130_000)
     moves = [now for now, one in simulation.told if one.before != one.after]
@@ -143,7 +147,9 @@ def test_a_poisoned_segment_is_found():
     """All is well but for the prompts that hold it, one in twenty."""
     for seed in range(20):
         rng = np.random.default_rng(1000 + seed)
-        simulation = Simulation(lambda *_, rng=rng: 0.8 if rng.random() < 0.05 else 0.001, NO_BUDGET, seed)
+        simulation = Simulation(
+            lambda *_, rng=rng: 0.8 if rng.random() < 0.05 else 0.001, NO_BUDGET, seed
+        )
         simulation.run(10_000)
         assert simulation.told, seed
         assert simulation.told[0][1].reason == "alarm"

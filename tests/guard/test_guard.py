@@ -12,7 +12,9 @@ SPREAD, NAIVE = parse_policy("spread"), parse_policy("naive")
 GOOD, BAD = {"flips": 0.0, "answer_kl": 0.001}, {"flips": 0.4, "answer_kl": 3.0}
 
 
-def score(guard: Guard, distances: dict[str, float], count: int, policy=SPREAD, tenant: str = "a") -> list[Level]:
+def score(
+    guard: Guard, distances: dict[str, float], count: int, policy=SPREAD, tenant: str = "a"
+) -> list[Level]:
     """Requests until so many have been scored; the levels of those."""
     levels: list[Level] = []
     while len(levels) < count:
@@ -46,7 +48,12 @@ def test_bounds_are_kept_by_policy_and_by_tenant():
     assert view["tenants"]["a"] == spread
     assert view["tenants"]["b"] == naive
     assert view["share_reached"] == pytest.approx(0.5, abs=0.02)
-    assert guard.view("a") == {**view, "share_reached": None, "policies": {}, "tenants": {"a": spread}}
+    assert guard.view("a") == {
+        **view,
+        "share_reached": None,
+        "policies": {},
+        "tenants": {"a": spread},
+    }
     assert guard.view("c")["tenants"]["c"]["answers"] == 0
 
 
@@ -57,7 +64,9 @@ def test_without_a_target_nothing_trips():
 
 def test_a_breaker_is_of_one_policy(caplog: pytest.LogCaptureFixture):
     told = []
-    guard = Guard(1.0, Target.parse("flips=0.01"), seed=0, on_transition=lambda *one: told.append(one))
+    guard = Guard(
+        1.0, Target.parse("flips=0.01"), seed=0, on_transition=lambda *one: told.append(one)
+    )
     with caplog.at_level(logging.WARNING, "kvgraft"):
         score(guard, BAD, 100)
     assert guard.policy_view("spread")["level"] == "exact"
@@ -126,7 +135,9 @@ def test_trials_are_all_scored_and_no_part_of_the_bounds():
         assert guard.chooses(ticket, 1, 0.9)
         guard.add(ticket, "a", GOOD)
     asked = [guard.admit(NAIVE, guarded=False) for _ in range(2000)]
-    assert sum(guard.chooses(ticket, 1, 0.9) for ticket in asked) == pytest.approx(200, abs=50), "not more than else"
+    assert sum(guard.chooses(ticket, 1, 0.9) for ticket in asked) == pytest.approx(200, abs=50), (
+        "not more than else"
+    )
     after = guard.view()
     assert guard.admit(NAIVE).level is Level.AS_ASKED, "the trial has passed"
     assert after["policies"]["naive"]["as_asked"] == before["policies"]["naive"]["as_asked"]

@@ -15,7 +15,8 @@ if find_spec("triton"):
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 NUM_LAYERS, NUM_SLOTS = 3, 160
-ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # relative, to nearest
+# relative, to nearest
+ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -48,7 +49,9 @@ def test_every_implementation(
 ) -> None:
     """All that is not a source is NaN: it must neither arrive in a target nor change."""
     source, target = slots(n)
-    pools = torch.full((2, NUM_LAYERS, NUM_SLOTS, num_heads, head_dim), float("nan"), dtype=dtype, device=DEVICE)
+    pools = torch.full(
+        (2, NUM_LAYERS, NUM_SLOTS, num_heads, head_dim), float("nan"), dtype=dtype, device=DEVICE
+    )
     pools[:, :, source] = normal(2, NUM_LAYERS, n, num_heads, head_dim, seed=3).to(dtype)
     cos, sin = Rope(head_dim).table(shifts(n))
     expected = pools.clone()
@@ -58,8 +61,12 @@ def test_every_implementation(
 
     align_copy(*pools, layers, source, target, cos, sin, implementation=implementation)
 
-    one_rounding_apart = 3 * ROUNDOFF[dtype] * pools[0, :, source].nan_to_num().abs().amax() if n else 0
-    torch.testing.assert_close(pools[0], expected[0], atol=float(one_rounding_apart), rtol=0, equal_nan=True)
+    one_rounding_apart = (
+        3 * ROUNDOFF[dtype] * pools[0, :, source].nan_to_num().abs().amax() if n else 0
+    )
+    torch.testing.assert_close(
+        pools[0], expected[0], atol=float(one_rounding_apart), rtol=0, equal_nan=True
+    )
     torch.testing.assert_close(pools[1], expected[1], atol=0, rtol=0, equal_nan=True)
     assert bool(pools[:, list(layers)][:, :, target].isfinite().all())
 
@@ -70,10 +77,11 @@ def test_every_implementation(
 def test_aligned_key_is_the_key_computed_at_the_new_position(
     implementation: str, dtype: torch.dtype, shift: int
 ) -> None:
-    """Two roundings to the dtype, at the old position and after the turn, each at most `ROUNDOFF` of the pair's length.
+    """Two roundings to the dtype, at the old position and after the turn, each at most `ROUNDOFF`
+    of the pair's length.
 
-    The tables add a few float32 roundings (three sines and cosines, three products), whatever the distance.
-    """
+    The tables add a few float32 roundings (three sines and cosines, three products), whatever the
+    distance."""
     rope, old = Rope(64, theta=500000.0), torch.arange(63, device=DEVICE) + 1_000_100
     source, target = slots(63)
     key = normal(63, 2, 64, seed=4)
@@ -81,7 +89,13 @@ def test_aligned_key_is_the_key_computed_at_the_new_position(
     keys[0, source] = rotate(key, *rope.table(old)).to(dtype)
 
     align_copy(
-        keys, keys.clone(), range(1), source, target, *rope.table(old * 0 + shift), implementation=implementation
+        keys,
+        keys.clone(),
+        range(1),
+        source,
+        target,
+        *rope.table(old * 0 + shift),
+        implementation=implementation,
     )
 
     error = pair_norms(keys[0, target].float() - rotate(key, *rope.table(old + shift)))
@@ -98,7 +112,15 @@ def test_there_and_back(implementation: str) -> None:
     keys, values = normal(2, 1, NUM_SLOTS, 2, 80, seed=5)
     start = keys[0, source].clone()
     for old, new, sign in ((source, target, 1), (target, source, -1)):
-        align_copy(keys, values, range(1), old, new, *rope.table(sign * shifts(63)), implementation=implementation)
+        align_copy(
+            keys,
+            values,
+            range(1),
+            old,
+            new,
+            *rope.table(sign * shifts(63)),
+            implementation=implementation,
+        )
     torch.testing.assert_close(keys[0, source], start, atol=2e-6, rtol=0)
 
 
@@ -115,7 +137,9 @@ def test_scores_depend_on_relative_distance_only(implementation: str, shift: int
     moved = rope.table(torch.full_like(positions, shift))
     align_copy(keys, values, range(1), source, target, *moved, implementation=implementation)
 
-    after = torch.einsum("nhd,thd->nt", rotate(query, *rope.table(positions + 9 + shift)), keys[0, target])
+    after = torch.einsum(
+        "nhd,thd->nt", rotate(query, *rope.table(positions + 9 + shift)), keys[0, target]
+    )
     torch.testing.assert_close(after, before, atol=64 * 2e-6, rtol=0)
 
 
@@ -124,7 +148,9 @@ def test_no_shift_copies_bit_for_bit(implementation: str) -> None:
     source, target = slots(63)
     keys, values = normal(2, NUM_LAYERS, NUM_SLOTS, 2, 64, seed=9).bfloat16()
     still = Rope(64).table(torch.zeros(63, dtype=torch.int64, device=DEVICE))
-    align_copy(keys, values, range(NUM_LAYERS), source, target, *still, implementation=implementation)
+    align_copy(
+        keys, values, range(NUM_LAYERS), source, target, *still, implementation=implementation
+    )
     assert torch.equal(keys[:, target], keys[:, source])
     assert torch.equal(values[:, target], values[:, source])
 
@@ -176,32 +202,60 @@ def paged(layout: str, width: int, dtype: torch.dtype) -> list[Tensor]:
     ("width", "turning", "first", "interleaved"),
     [(128, 64, 0, False), (96, 32, 8, False), (96, 32, 64, True), (48, 0, 0, False)],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str
+)
 def test_paged(
-    implementation: str, layout: str, width: int, turning: int, first: int, interleaved: bool, dtype: torch.dtype
+    implementation: str,
+    layout: str,
+    width: int,
+    turning: int,
+    first: int,
+    interleaved: bool,
+    dtype: torch.dtype,
 ) -> None:
-    """Channels that do not turn arrive bit for bit; what is neither source nor target stays as it is."""
+    """Channels that do not turn arrive bit for bit; what is neither source nor target stays as it
+    is."""
     source, target = slots(63)
     caches = paged(layout, width, dtype)[::-1]
-    rows = [cache.view(torch.uint8 if dtype.itemsize == 1 else dtype).transpose(1, 2) for cache in caches]
+    rows = [
+        cache.view(torch.uint8 if dtype.itemsize == 1 else dtype).transpose(1, 2)
+        for cache in caches
+    ]
     content = (8 * normal(NUM_LAYERS, 63, 3, width, seed=5)).to(dtype)
     for layer, given in zip(rows, content, strict=True):
         layer[source // 16, source % 16] = given.view(layer.dtype)
     before = [layer.clone() for layer in rows]
-    cos, sin = Rope(turning).table(shifts(63)) if turning else (torch.zeros(63, 0, device=DEVICE),) * 2
+    cos, sin = (
+        Rope(turning).table(shifts(63)) if turning else (torch.zeros(63, 0, device=DEVICE),) * 2
+    )
 
-    align_paged(caches, source, target, cos, sin, first=first, interleaved=interleaved, implementation=implementation)
+    align_paged(
+        caches,
+        source,
+        target,
+        cos,
+        sin,
+        first=first,
+        interleaved=interleaved,
+        implementation=implementation,
+    )
 
     still = [channel for channel in range(width) if not first <= channel < first + turning]
     for old, new, given in zip(before, rows, content, strict=True):
         arrived = new[target // 16, target % 16].view(dtype)
         assert torch.equal(arrived[..., still].float(), given[..., still].float())
         expected = rotate_part(given.float(), cos, sin, first, interleaved)
-        if implementation == "triton" and DEVICE == "cpu" and dtype.itemsize == 1:  # its interpreter loses a carry
+        # its interpreter loses a carry
+        if implementation == "triton" and DEVICE == "cpu" and dtype.itemsize == 1:
             carries = expected.frexp().mantissa.abs() >= 1 - torch.finfo(dtype).eps / 4
             expected = torch.where(carries, arrived.float(), expected)
-        step = {torch.float8_e4m3fn: 2.0**-3, torch.float8_e5m2: 2.0**-2}.get(dtype, 4 * ROUNDOFF.get(dtype, 0))
-        torch.testing.assert_close(arrived.float(), expected, rtol=step, atol=2e-2 if dtype.itemsize == 1 else 1e-4)
+        step = {torch.float8_e4m3fn: 2.0**-3, torch.float8_e5m2: 2.0**-2}.get(
+            dtype, 4 * ROUNDOFF.get(dtype, 0)
+        )
+        torch.testing.assert_close(
+            arrived.float(), expected, rtol=step, atol=2e-2 if dtype.itemsize == 1 else 1e-4
+        )
         new[target // 16, target % 16] = old[target // 16, target % 16]
         assert torch.equal(new.contiguous().view(torch.uint8), old.contiguous().view(torch.uint8))
 
@@ -248,7 +302,9 @@ def test_the_device_decides_unless_the_caller_does() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'metal' of align_copy: allowed are reference, cpu, triton"):
+    with pytest.raises(
+        ValueError, match=r"'metal' of align_copy: allowed are reference, cpu, triton"
+    ):
         kernel("align_copy", "cpu", "metal")
     with pytest.raises(ValueError, match=r"'align': allowed are .*align_copy"):
         kernel("align", "cpu")

@@ -47,24 +47,31 @@ def layout_of(kind: str, num_lists: int = 1, in_order: bool = False) -> Attentio
 
 
 def give_back(layout: AttentionLayout, page_list: int) -> None:
-    """Take from a list of every prompt what lies behind the sinks and before the windows of its queries."""
+    """Take from a list of every prompt what lies behind the sinks and before the windows of its
+    queries."""
     for context in layout.contexts:
         context.slots[page_list, SINKS : max(SINKS, int(context.positions[0]) - WINDOW + 1)] = -1
 
 
-def filled(layout: AttentionLayout, heads: LayerHeads, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def filled(
+    layout: AttentionLayout, heads: LayerHeads, size: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
     """Keys and values [streams, slots, d]: NaN wherever no head may look."""
     shape = (max(heads.streams) + 1, NUM_SLOTS, size)
     pools = [torch.full(shape, float("nan"), dtype=dtype, device=DEVICE) for _ in range(2)]
     for context in layout.contexts:
         here, at = torch.arange(context.seen, device=DEVICE), context.device_positions[:, None]
-        for stream, page_list, local in zip(heads.streams, heads.page_lists, heads.local, strict=True):
+        for stream, page_list, local in zip(
+            heads.streams, heads.page_lists, heads.local, strict=True
+        ):
             seen = here <= at
             if local:
                 seen &= (here < SINKS) | (here > at - WINDOW)
             slots = context.slots[page_list, : context.seen][seen.any(0)]
             for pool in pools:
-                pool[stream, slots[slots >= 0]] = torch.randn(int((slots >= 0).sum()), size).to(pool)
+                pool[stream, slots[slots >= 0]] = torch.randn(int((slots >= 0).sum()), size).to(
+                    pool
+                )
     return pools
 
 
@@ -73,7 +80,11 @@ def dense_heads(count: int) -> LayerHeads:
 
 
 def check(
-    layout: AttentionLayout, heads: LayerHeads, shape: tuple[int, int], dtype: torch.dtype, name: str
+    layout: AttentionLayout,
+    heads: LayerHeads,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    name: str,
 ) -> tuple[tuple[Any, ...], torch.Tensor]:
     """What the kernel was given, and its result."""
     torch.manual_seed(1)
@@ -92,7 +103,9 @@ def compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
     if actual.dtype is torch.float32:
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     else:
-        similar = torch.nn.functional.cosine_similarity(actual.float().flatten(1), expected.float().flatten(1))
+        similar = torch.nn.functional.cosine_similarity(
+            actual.float().flatten(1), expected.float().flatten(1)
+        )
         assert float(similar.min()) > 0.9999
 
 
@@ -121,7 +134,8 @@ HEADS = {
     "heads out of order": LayerHeads((2, 7, 1), (0, 2, 0), (False, True, False)),
     "local heads of a common list": LayerHeads((0, 1, 2), (0, 0, 0), (True, False, True)),
     "all local": LayerHeads((0, 0, 0), (0, 1, 2), (True, True, True)),
-    "a promoted head": LayerHeads((0, 0, 1), (0, 1, 1), (False, False, True)),  # local list, sees all that is left
+    # local list, sees all that is left
+    "a promoted head": LayerHeads((0, 0, 1), (0, 1, 1), (False, False, True)),
 }
 
 
@@ -133,14 +147,18 @@ def test_heads_of_two_classes_equal_masked_dense_attention(
     kind: str, heads: LayerHeads, dtype: torch.dtype, implementation: str
 ):
     layout = layout_of(kind, num_lists=3)
-    for page_list in {number for number, local in zip(heads.page_lists, heads.local, strict=True) if local} - {0}:
+    for page_list in {
+        number for number, local in zip(heads.page_lists, heads.local, strict=True) if local
+    } - {0}:
         give_back(layout, page_list)
     check(layout, heads, (6, 80), dtype, implementation)
 
 
 @pytest.mark.parametrize("flash_attends", [False, True])
 @pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
-def test_the_result_goes_where_it_shall(implementation: str, flash_attends: bool, request: pytest.FixtureRequest):
+def test_the_result_goes_where_it_shall(
+    implementation: str, flash_attends: bool, request: pytest.FixtureRequest
+):
     if flash_attends and implementation == "triton":
         request.getfixturevalue("flash")
     layout = layout_of("long run among scattered")
@@ -177,19 +195,32 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("heads", [dense_heads(3), *HEADS.values()], ids=["dense", *HEADS])
 @pytest.mark.parametrize("kind", POSITIONS)
 def test_long_runs_go_to_flash_attention(
-    kind: str, heads: LayerHeads, splits: int, triangle: int, flash: list[str], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    heads: LayerHeads,
+    splits: int,
+    triangle: int,
+    flash: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    """Whatever else is in the same call; but not for heads that see a window, nor of a list that may have gaps."""
+    """Whatever else is in the same call; but not for heads that see a window, nor of a list that
+    may have gaps."""
     from kvgraft.kernels.triton import attention
 
     monkeypatch.setattr(attention, "TRIANGLE", triangle)
-    monkeypatch.setattr(attention, "splits_of", lambda *_: 1 if "long" in kind else splits)  # a join is a program a row
+    # a join is a program a row
+    monkeypatch.setattr(attention, "splits_of", lambda *_: 1 if "long" in kind else splits)
     layout = layout_of(kind, num_lists=3)
-    for page_list in {number for number, local in zip(heads.page_lists, heads.local, strict=True) if local} - {0}:
+    for page_list in {
+        number for number, local in zip(heads.page_lists, heads.local, strict=True) if local
+    } - {0}:
         give_back(layout, page_list)
     check(layout, heads, (6, 80), torch.bfloat16, "triton")
     opens = kind in ("from the start", "several prompts")
-    expected = {"_triangle" if opens and triangle == 20 else "_varlen"} if opens or "run" in kind else set()
+    expected = (
+        {"_triangle" if opens and triangle == 20 else "_varlen"}
+        if opens or "run" in kind
+        else set()
+    )
     whole = {head_set.page_list for head_set in heads.whole}
     assert set(flash) == (expected if whole == {0} else set())
 
@@ -209,7 +240,8 @@ def test_flash_attention_can_be_turned_off_and_has_to_fill_the_device(
     from kvgraft.kernels.triton import attention
 
     layout = layout_of("long run behind a prefix")
-    monkeypatch.setattr(attention, "programs_of", lambda device: 4 * 61)  # 30 tiles of two heads each
+    # 30 tiles of two heads each
+    monkeypatch.setattr(attention, "programs_of", lambda device: 4 * 61)
     check(layout, dense_heads(1), (2, 64), torch.bfloat16, "triton")
     assert not flash
     monkeypatch.setattr(attention, "programs_of", lambda device: 4 * 60)
@@ -263,10 +295,15 @@ def _positions(drawn: list[tuple[int, int]]) -> list[int]:
 def test_any_split_of_rows_equals_the_reference(
     prompts: list[list[int]], shape: tuple[int, int], dtype: torch.dtype, splits: int, triangle: int
 ):
-    """Runs at the beginning, in the middle and at the end, behind any number of tokens; prompts end to end."""
+    """Runs at the beginning, in the middle and at the end, behind any number of tokens; prompts end
+    to end."""
     from kvgraft.kernels.triton import attention
 
-    slots, used, tables = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(3)).to(DEVICE), 0, []
+    slots, used, tables = (
+        torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(3)).to(DEVICE),
+        0,
+        [],
+    )
     for positions in prompts:
         length = max(positions, default=0) + 1
         tables.append(slots[None, used : used + length])
@@ -305,7 +342,8 @@ def test_long_runs_and_what_lies_between_them():
     tiles = layout.query_tiles(4, runs, False)
     assert tiles.tolist() == [[1, 5, 2, 0, 0], [1, 13, 1, 0, 2]]
     assert [tile[1:] for tile in layout.query_tiles(4, runs).tolist()] == [
-        [0, 4, 1, 0], [4, 1, 1, 4], [5, 2, 0, 5], [7, 4, 1, 7], [11, 2, 1, 11], [13, 1, 0, 13], [14, 4, 1, 14],
+        [0, 4, 1, 0], [4, 1, 1, 4], [5, 2, 0, 5], [7, 4, 1, 7], [11, 2, 1, 11], [13, 1, 0, 13], [14,
+        4, 1, 14],
         [18, 1, 1, 18],
     ]  # fmt: skip
     assert layout.long_runs(7) is None
@@ -316,10 +354,19 @@ def test_long_runs_and_what_lies_between_them():
 @pytest.mark.parametrize("size", [16, 80])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
-    "kind", [[range(LONG_CONTEXT + 101, LONG_CONTEXT + 102), [12]], [range(LONG_CONTEXT, LONG_CONTEXT + 70)]]
+    "kind",
+    [
+        [range(LONG_CONTEXT + 101, LONG_CONTEXT + 102), [12]],
+        [range(LONG_CONTEXT, LONG_CONTEXT + 70)],
+    ],
 )
 def test_long_contexts(
-    kind: list, in_order: bool, size: int, dtype: torch.dtype, implementation: str, monkeypatch: pytest.MonkeyPatch
+    kind: list,
+    in_order: bool,
+    size: int,
+    dtype: torch.dtype,
+    implementation: str,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Where the cores share one head, and where what lies before a chunk needs no mask."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
@@ -343,15 +390,21 @@ def test_reference_equals_attention_written_out():
         slots = torch.tensor([[2, 0, 3]], device=DEVICE)
         layout = AttentionLayout.of([torch.tensor([2])], [slots], sinks=1, window=window)
         heads = LayerHeads((0,), (0,), (True,))
-        actual = segpaged_attention(query, keys, values, heads, layout, 0.5, implementation="reference")
+        actual = segpaged_attention(
+            query, keys, values, heads, layout, 0.5, implementation="reference"
+        )
         for head in range(2):
             weights = [math.exp(0.5 * float(query[0, head] @ keys[0, slot])) for slot in seen]
-            expected = sum(w * values[0, slot] for w, slot in zip(weights, seen, strict=True)) / sum(weights)
+            expected = sum(
+                w * values[0, slot] for w, slot in zip(weights, seen, strict=True)
+            ) / sum(weights)
             torch.testing.assert_close(actual[0, head], expected)
 
 
 def test_no_queries_at_all():
-    layout = AttentionLayout.of([torch.zeros(0, dtype=torch.int64)], [torch.arange(4, device=DEVICE)[None]])
+    layout = AttentionLayout.of(
+        [torch.zeros(0, dtype=torch.int64)], [torch.arange(4, device=DEVICE)[None]]
+    )
     query, *pools = torch.zeros(0, 2, 8, device=DEVICE), *torch.zeros(2, 1, 8, 8, device=DEVICE)
     assert segpaged_attention(query, *pools, dense_heads(1), layout, 1.0).shape[0] == 0
 
@@ -366,7 +419,10 @@ def test_mass_equals_reference_and_sums_to_queries_times_heads(
     query_heads, key_heads, size = shape
     torch.manual_seed(3)
     positions, count = torch.tensor(list(at), device=DEVICE), max(63, max(at) + 1)
-    query, keys = torch.randn(len(positions), query_heads, size), torch.randn(count, key_heads, size)
+    query, keys = (
+        torch.randn(len(positions), query_heads, size),
+        torch.randn(count, key_heads, size),
+    )
     arguments = (query.to(DEVICE, dtype), keys.to(DEVICE, dtype), positions, size**-0.5)
     expected = attention_mass(*arguments, implementation="reference")
     actual = attention_mass(*arguments, implementation=implementation)
@@ -386,9 +442,14 @@ def test_prompts_end_to_end_score_as_each_alone(implementation: str, reduction: 
     asking = [[0, 5, 61], [], [*range(70, 141)], [3]]
     counts = [(len(at), tokens) for at, tokens in zip(asking, (70, 20, 150, 7), strict=True)]
     queries, tokens = map(list, zip(*counts, strict=True))
-    query, keys = torch.randn(sum(queries), 4, 32, device=DEVICE), torch.randn(sum(tokens), 2, 32, device=DEVICE)
+    query, keys = (
+        torch.randn(sum(queries), 4, 32, device=DEVICE),
+        torch.randn(sum(tokens), 2, 32, device=DEVICE),
+    )
     positions = torch.tensor([place for at in asking for place in at], device=DEVICE)
-    found = attention_mass(query, keys, positions, 0.2, reduction, counts, implementation=implementation)
+    found = attention_mass(
+        query, keys, positions, 0.2, reduction, counts, implementation=implementation
+    )
     parts = zip(query.split(queries), keys.split(tokens), positions.split(queries), strict=True)
     alone = [attention_mass(*part, 0.2, reduction, implementation="reference") for part in parts]
     torch.testing.assert_close(found, torch.cat(alone), atol=1e-5, rtol=1e-5)
@@ -401,7 +462,9 @@ def test_nobody_asks(implementation: str, reduction: str):
     """As for a prompt of a batch in which a round has found nothing more."""
     query, keys = torch.zeros(0, 4, 16, device=DEVICE), torch.ones(9, 2, 16, device=DEVICE)
     positions = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    assert not attention_mass(query, keys, positions, 1.0, reduction, implementation=implementation).any()
+    assert not attention_mass(
+        query, keys, positions, 1.0, reduction, implementation=implementation
+    ).any()
 
 
 def test_mass_is_reduced_by_sum_or_max():
@@ -410,5 +473,7 @@ def test_mass_is_reduced_by_sum_or_max():
 
 
 def test_runs_are_pseudo_sequences():
-    context = AttentionLayout.of([torch.tensor([0, 1, 4, 7, 8, 9])], [torch.arange(10)[None]]).contexts[0]
+    context = AttentionLayout.of(
+        [torch.tensor([0, 1, 4, 7, 8, 9])], [torch.arange(10)[None]]
+    ).contexts[0]
     assert context.runs == [(0, 2), (2, 3), (3, 6)]

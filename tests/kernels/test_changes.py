@@ -1,4 +1,5 @@
-"""Changes of keys and values, averaged and added, by every implementation, against a loop in float64."""
+"""Changes of keys and values, averaged and added, by every implementation, against a loop in
+float64."""
 
 from importlib.util import find_spec
 
@@ -16,7 +17,9 @@ IMPLEMENTATIONS = ["reference", *(["triton"] if find_spec("triton") else [])]
 HEADS = LayerHeads((4, 1, 2), (1, 0, 0), (True, False, False))  # the first follows the second list
 NUM_SLOTS = 192
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+every_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 with_or_without_values = pytest.mark.parametrize("num_pools", [1, 2])
 
 
@@ -30,7 +33,9 @@ def pools_of(dtype: torch.dtype, dim: int, count: int) -> tuple[Tensor, ...]:
 
 def slots(n: int) -> tuple[Tensor, Tensor]:
     """Two times [2, n], by list, disjoint and in no order."""
-    orders = [torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(seed)) for seed in (3, 4)]
+    orders = [
+        torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(seed)) for seed in (3, 4)
+    ]
     both = torch.stack(orders)[:, : 2 * n].to(DEVICE)
     return both[:, :n].contiguous(), both[:, n:].contiguous()
 
@@ -48,7 +53,9 @@ def test_changes(implementation: str, dtype: torch.dtype, num_pools: int, n: int
     pools, (new, old) = pools_of(dtype, dim, num_pools), slots(n)
     old[1, n // 2] = -1  # lost by one list
     new_turn, old_turn = (Rope(dim).table(-torch.arange(n, device=DEVICE) * by) for by in (7, 11))
-    found = kv_changes(pools, HEADS, (new, new_turn), (old, old_turn), implementation=implementation)
+    found = kv_changes(
+        pools, HEADS, (new, new_turn), (old, old_turn), implementation=implementation
+    )
     for head, (stream, page_list) in enumerate(zip(HEADS.streams, HEADS.page_lists, strict=True)):
         now, was = ([pool[stream, at[page_list]] for pool in pools] for at in (new, old))
         expected = torch.cat(
@@ -92,10 +99,21 @@ def test_copies_that_take_over_changes(
         added = first + weights[has, None] * (second - first)
         added[sides[0, has] < 0] = 0.0
         own_shift, own_place = (tuple(part[has] for part in turn) for turn in (shift, place))
-        expected[0][stream, new] = turned(pools[0][stream, old], own_shift) + turned(added[:, :dim], own_place)
+        expected[0][stream, new] = turned(pools[0][stream, old], own_shift) + turned(
+            added[:, :dim], own_place
+        )
         if num_pools > 1:
             expected[1][stream, new] = pools[1][stream, old].float() + added[:, dim:]
-    copy_changed(pools, HEADS, (source, shift), (target, place), changes, sides, weights, implementation=implementation)
+    copy_changed(
+        pools,
+        HEADS,
+        (source, shift),
+        (target, place),
+        changes,
+        sides,
+        weights,
+        implementation=implementation,
+    )
     tolerance = 2 * torch.finfo(dtype).eps
     for pool, right in zip(pools, expected, strict=True):
         torch.testing.assert_close(pool.float(), right, atol=tolerance, rtol=tolerance)

@@ -1,4 +1,5 @@
-"""Every Triton kernel compiles for CUDA, whatever the interpreter lets pass, and fits the shared memory of a device."""
+"""Every Triton kernel compiles for CUDA, whatever the interpreter lets pass, and fits the shared
+memory of a device."""
 
 import os
 import subprocess
@@ -147,7 +148,9 @@ compile_only()
         (HALF + ROWS, {"_add_norm", "_move_rows", "_norm_rotate", "_silu_mul", *CHANGES}),
         (TOPK, {"_radix", "_page_topk"}),
         pytest.param(
-            ATTENTION, {"_segpaged", "_sparse", "_join", "_weigh", "_receive", "_plan_work"}, marks=pytest.mark.slow
+            ATTENTION,
+            {"_segpaged", "_sparse", "_join", "_weigh", "_receive", "_plan_work"},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             HALF + ATTENTION,
@@ -159,7 +162,10 @@ compile_only()
     ids=["align", "rows", "topk", "attention", "attention, three dtypes", "flows"],
 )
 def test_kernels_compile_for_cuda(calls: str, kernels: set[str]):
-    found = [line.split() for line in lines_of(f"{SETUP}{calls}\nfor kernel in compiled:\n    print(*kernel)")]
+    found = [
+        line.split()
+        for line in lines_of(f"{SETUP}{calls}\nfor kernel in compiled:\n    print(*kernel)")
+    ]
     assert {name for name, _, _ in found} == kernels
     assert max(int(shared) for _, shared, _ in found) <= SHARED
     for name, _, spilled in found:
@@ -168,7 +174,8 @@ def test_kernels_compile_for_cuda(calls: str, kernels: set[str]):
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_prompts_of_other_sizes_need_no_other_kernels():
-    """A kernel that is compiled anew for a number of tokens holds up a request, the first with such a number."""
+    """A kernel that is compiled anew for a number of tokens holds up a request, the first with such
+    a number."""
     found = Counter(lines_of(f"{SETUP}{SIZES}\nfor name in variants():\n    print(name)"))
     assert found == dict.fromkeys(("_move_rows", "_align_copy", *CHANGES), 1)
 
@@ -177,7 +184,15 @@ def lines_of(program: str) -> list[str]:
     """What a program prints in a process without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     tests = Path(__file__).parents[1]
-    environment["PYTHONPATH"] = os.pathsep.join((str(tests), str(tests.parent), environment.get("PYTHONPATH", "")))
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    environment["PYTHONPATH"] = os.pathsep.join(
+        (str(tests), str(tests.parent), environment.get("PYTHONPATH", ""))
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -31,12 +31,15 @@ def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert torch.allclose(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("n", "num_heads", "head_dim"), [(0, 3, 64), (1, 3, 80), (19, 5, 32), (8, 2, 128)])
+@pytest.mark.parametrize(
+    ("n", "num_heads", "head_dim"), [(0, 3, 64), (1, 3, 80), (19, 5, 32), (8, 2, 128)]
+)
 @pytest.mark.parametrize("normed", [True, False])
 def test_norm_rotate(
     implementation: str, dtype: torch.dtype, n: int, num_heads: int, head_dim: int, normed: bool
 ) -> None:
-    heads = normal(n, num_heads + 2, head_dim, dtype=dtype)[:, :num_heads]  # strided, as the engine has them
+    # strided, as the engine has them
+    heads = normal(n, num_heads + 2, head_dim, dtype=dtype)[:, :num_heads]
     weight = normal(num_heads, head_dim, dtype=dtype, seed=1) if normed else None
     cos, sin = Rope(head_dim).table(torch.arange(n, device=DEVICE) * 1001)
     expected = heads.double()
@@ -46,7 +49,9 @@ def test_norm_rotate(
     c, s = cos.double()[:, None], sin.double()[:, None]
     expected = torch.cat([first * c - second * s, second * c + first * s], -1)
 
-    assert_near(norm_rotate(heads, weight, EPS, cos, sin, implementation=implementation), expected, dtype)
+    assert_near(
+        norm_rotate(heads, weight, EPS, cos, sin, implementation=implementation), expected, dtype
+    )
 
 
 @pytest.mark.parametrize("n", [0, 1, 19])
@@ -54,13 +59,17 @@ def test_norm_rotate(
 def test_write_rows(implementation: str, dtype: torch.dtype, n: int, with_values: bool) -> None:
     """Each head to its own stream, in the slots of its list; all else stays."""
     heads = LayerHeads((4, 1, 2), (1, 0, 0), (True, False, False))
-    slots = torch.stack([torch.randperm(64, generator=torch.Generator().manual_seed(s))[:n] for s in (0, 1)])
+    slots = torch.stack(
+        [torch.randperm(64, generator=torch.Generator().manual_seed(s))[:n] for s in (0, 1)]
+    )
     slots = slots.to(DEVICE)
     pools = tuple(normal(5, 64, 48, dtype=dtype, seed=seed) for seed in (2, 3))[: 1 + with_values]
     rows = normal(n, 3 * 48 * 2, dtype=dtype, seed=4).view(n, 2, 3, 48).unbind(1)[: 1 + with_values]
     expected = [pool.clone() for pool in pools]
     for pool, new in zip(expected, rows, strict=True):
-        for head, (stream, page_list) in enumerate(zip(heads.streams, heads.page_lists, strict=True)):
+        for head, (stream, page_list) in enumerate(
+            zip(heads.streams, heads.page_lists, strict=True)
+        ):
             pool[stream, slots[page_list]] = new[:, head]
 
     write_rows(pools, rows, heads, slots, implementation=implementation)
@@ -73,7 +82,9 @@ def test_write_rows(implementation: str, dtype: torch.dtype, n: int, with_values
 def test_read_rows(implementation: str, dtype: torch.dtype, n: int, with_values: bool) -> None:
     """What is written is read again; a slot of -1 is not looked at."""
     heads = LayerHeads((4, 1, 2), (1, 0, 0), (True, False, False))
-    slots = torch.stack([torch.randperm(64, generator=torch.Generator().manual_seed(s))[:n] for s in (0, 1)])
+    slots = torch.stack(
+        [torch.randperm(64, generator=torch.Generator().manual_seed(s))[:n] for s in (0, 1)]
+    )
     slots = slots.to(DEVICE)
     pools = tuple(normal(5, 64, 48, dtype=dtype, seed=seed) for seed in (2, 3))[: 1 + with_values]
     slots[1, n // 2 :] = -1
@@ -81,7 +92,9 @@ def test_read_rows(implementation: str, dtype: torch.dtype, n: int, with_values:
     found = read_rows(pools, heads, slots, implementation=implementation)
     assert len(found) == len(pools)
     for pool, rows in zip(pools, found, strict=True):
-        for head, (stream, page_list) in enumerate(zip(heads.streams, heads.page_lists, strict=True)):
+        for head, (stream, page_list) in enumerate(
+            zip(heads.streams, heads.page_lists, strict=True)
+        ):
             held = slots[page_list] >= 0
             assert torch.equal(rows[held, head], pool[stream, slots[page_list][held]])
 

@@ -16,13 +16,15 @@ NUM_PAGES, SIZE = 40, 16  # ten pages for each of four sequences
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("group", "dim", "value_dim"), [(1, 32, 32), (4, 64, 64), (3, 80, 80), (16, 48, 32), (20, 576, 576)]
+    ("group", "dim", "value_dim"),
+    [(1, 32, 32), (4, 64, 64), (3, 80, 80), (16, 48, 32), (20, 576, 576)],
 )
 @pytest.mark.parametrize("lengths", [[1], [16, 16], [5, 17, 160, 33], [160] * 3])
 def test_attention_to_tables_of_pages(implementation, dtype, group, dim, value_dim, lengths):
     torch.manual_seed(len(lengths))
     tables = torch.randperm(NUM_PAGES).view(-1, 10)[: len(lengths)].to(DEVICE)
-    keys = torch.full((NUM_PAGES, SIZE, dim), float("nan"), dtype=dtype, device=DEVICE)  # where nobody wrote
+    # where nobody wrote
+    keys = torch.full((NUM_PAGES, SIZE, dim), float("nan"), dtype=dtype, device=DEVICE)
     values = keys[..., :value_dim] if value_dim < dim else keys.clone()
     for table, length in zip(tables, lengths, strict=True):
         slots = (table[:, None] * SIZE + torch.arange(SIZE, device=DEVICE)).flatten()[:length]
@@ -35,7 +37,9 @@ def test_attention_to_tables_of_pages(implementation, dtype, group, dim, value_d
     found = block_sparse_attention(*arguments, implementation=implementation)
     assert wanted.shape == (len(lengths), group, value_dim)
     assert wanted.isfinite().all()
-    torch.testing.assert_close(found, wanted, atol=2e-5 if dtype is torch.float32 else 2e-2, rtol=1e-5)
+    torch.testing.assert_close(
+        found, wanted, atol=2e-5 if dtype is torch.float32 else 2e-2, rtol=1e-5
+    )
 
 
 def best(scores: torch.Tensor, lengths: torch.Tensor, k: int) -> list[list[float]]:
@@ -50,15 +54,20 @@ def best(scores: torch.Tensor, lengths: torch.Tensor, k: int) -> list[list[float
 @given(data=st.data())
 def test_exact_radix_topk_is_topk_as_a_set(implementation, remap, data):
     rows, columns = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 70))
-    some = st.one_of(st.floats(width=32, allow_nan=False), st.sampled_from([0.0, 1.0, -1.0, -float("inf")]))
-    scores = torch.tensor(data.draw(st.lists(st.lists(some, min_size=columns, max_size=columns), min_size=rows,
+    some = st.one_of(
+        st.floats(width=32, allow_nan=False), st.sampled_from([0.0, 1.0, -1.0, -float("inf")])
+    )
+    scores = torch.tensor(data.draw(st.lists(st.lists(some, min_size=columns, max_size=columns),
+    min_size=rows,
                                              max_size=rows)), device=DEVICE)  # fmt: skip
     lengths = data.draw(st.lists(st.integers(0, columns), min_size=rows, max_size=rows))
     lengths = torch.tensor(lengths, device=DEVICE)
     k = data.draw(st.integers(1, 80))
     found = radix_topk(scores, lengths, k, remap=remap, implementation=implementation)
     assert found.shape == (rows, k)
-    for row, own, length, wanted in zip(scores, found, lengths, best(scores, lengths, k), strict=True):
+    for row, own, length, wanted in zip(
+        scores, found, lengths, best(scores, lengths, k), strict=True
+    ):
         own = own[own >= 0]
         assert own.unique().numel() == own.numel() == len(wanted)
         assert own.numel() == 0 or own.max() < length
@@ -94,7 +103,9 @@ def test_tables_hold_the_best_pages_beside_the_first_and_the_last(implementation
     wanted = page_topk(*arguments, size, always, k, implementation="reference")
     found = page_topk(*arguments, size, always, k, implementation=implementation)
     assert torch.equal(found[1], wanted[1])
-    for number, (own, best, count) in enumerate(zip(found[0], wanted[0], wanted[1].tolist(), strict=True)):
+    for number, (own, best, count) in enumerate(
+        zip(found[0], wanted[0], wanted[1].tolist(), strict=True)
+    ):
         blocks = [scores[number, rows[number].tolist().index(page)] for page in own.tolist()]
         expected = [scores[number, rows[number].tolist().index(page)] for page in best.tolist()]
         held = -(-count // size)

@@ -22,9 +22,14 @@ def test_tensors_of_all_dtypes_arrive_in_one_pinned_transfer():
         assert isinstance(copy, FakeTensor)
         assert copy.dtype is tensor.dtype
         assert torch.equal(copy.held, tensor)
-    assert [one.kind for one in operations if one.kind in (Kind.UPLOAD, Kind.WAITING_UPLOAD)] == [Kind.UPLOAD]
+    assert [one.kind for one in operations if one.kind in (Kind.UPLOAD, Kind.WAITING_UPLOAD)] == [
+        Kind.UPLOAD
+    ]
     assert not any(one.kind in (Kind.LAUNCH, Kind.WAIT) for one in operations)
 
 
 def test_on_the_cpu_nothing_is_copied():
-    assert all(copy is tensor for copy, tensor in zip(upload(torch.device("cpu"), *TENSORS), TENSORS, strict=True))
+    assert all(
+        copy is tensor
+        for copy, tensor in zip(upload(torch.device("cpu"), *TENSORS), TENSORS, strict=True)
+    )

@@ -23,7 +23,9 @@ def noting(found: list[str], stage: str) -> Iterator[None]:
 def test_a_watcher_is_entered_around_stages_and_what_they_call():
     @watched("outer")
     def outer(count: int) -> list[int]:
-        return radix_topk(torch.arange(4.0, device=DEVICE)[None], torch.tensor([4], device=DEVICE), count)[0].tolist()
+        return radix_topk(
+            torch.arange(4.0, device=DEVICE)[None], torch.tensor([4], device=DEVICE), count
+        )[0].tolist()
 
     found: list[str] = []
     with watching(lambda stage: noting(found, stage)):

@@ -1,4 +1,5 @@
-"""Equal shares of a step's work: what is planned, what programs do in the interpreter, and that results are right."""
+"""Equal shares of a step's work: what is planned, what programs do in the interpreter, and that
+results are right."""
 
 from collections import Counter
 from importlib.util import find_spec
@@ -29,12 +30,18 @@ SIZE, DIM, GROUP = 4, 16, 2
 
 
 @given(lengths=LENGTHS, programs=st.integers(1, 40))
-def test_every_unit_is_taken_once_and_no_program_has_more_than_the_average(lengths: list[int], programs: int):
+def test_every_unit_is_taken_once_and_no_program_has_more_than_the_average(
+    lengths: list[int], programs: int
+):
     work = plan_work(torch.tensor(lengths, device=DEVICE), programs)
     taken, total = [], sum(lengths)
     assert work.num_programs == programs
     for first, last in work.programs.unfold(0, 2, 1).tolist():
-        own = [(s, u) for s, begin, count in work.chunks[first:last].tolist() for u in range(begin, begin + count)]
+        own = [
+            (s, u)
+            for s, begin, count in work.chunks[first:last].tolist()
+            for u in range(begin, begin + count)
+        ]
         assert len(own) <= -(-total // programs)
         taken += own
     assert taken == [(s, u) for s, length in enumerate(lengths) for u in range(length)]
@@ -46,8 +53,15 @@ def test_every_unit_is_taken_once_and_no_program_has_more_than_the_average(lengt
 
 @with_triton
 @examples(12)
-@given(lengths=LENGTHS, programs=st.integers(1, 40), unit=st.sampled_from([1, 3]), tile=st.sampled_from([4, 16]))
-def test_the_plan_of_a_device_is_that_of_the_host(lengths: list[int], programs: int, unit: int, tile: int):
+@given(
+    lengths=LENGTHS,
+    programs=st.integers(1, 40),
+    unit=st.sampled_from([1, 3]),
+    tile=st.sampled_from([4, 16]),
+)
+def test_the_plan_of_a_device_is_that_of_the_host(
+    lengths: list[int], programs: int, unit: int, tile: int
+):
     from kvgraft.kernels.triton import workload as on_device
 
     counts = torch.tensor(lengths, device=DEVICE)
@@ -72,13 +86,22 @@ def test_parts_hold_all_sequences_and_little_padding(lengths: list[int], times: 
 
 def test_a_long_sequence_is_a_part_of_its_own():
     assert parts_of([7] * 5) == [(slice(0, 5), 7)]
-    assert parts_of([64, 64, 9000, 64, 70, 0]) == [(slice(0, 2), 64), (slice(2, 3), 9000), (slice(3, 6), 70)]
+    assert parts_of([64, 64, 9000, 64, 70, 0]) == [
+        (slice(0, 2), 64),
+        (slice(2, 3), 9000),
+        (slice(3, 6), 70),
+    ]
     assert parts_of([0, 0]) == []
 
 
 def test_no_sequences_or_programs_are_refused():
-    for units, programs in (torch.zeros(0, dtype=torch.int64), 1), (torch.ones(1, dtype=torch.int64), 0):
-        with pytest.raises(ValueError, match=f"sequences and programs, got {len(units)} and {programs}"):
+    for units, programs in (
+        (torch.zeros(0, dtype=torch.int64), 1),
+        (torch.ones(1, dtype=torch.int64), 0),
+    ):
+        with pytest.raises(
+            ValueError, match=f"sequences and programs, got {len(units)} and {programs}"
+        ):
             plan_work(units, programs)
 
 
@@ -127,9 +150,13 @@ class Step:
         keys, values = torch.randn(2, rows.numel(), SIZE, DIM, generator=random).to(DEVICE)
         self.query = torch.randn(len(blocks), GROUP, DIM, generator=random).to(DEVICE)
         self.rows, shapes = rows.view(len(blocks), -1).to(DEVICE), self.program.caches
-        caches = {name: torch.empty(rows.numel(), *shape, device=DEVICE) for name, shape in shapes.items()}
+        caches = {
+            name: torch.empty(rows.numel(), *shape, device=DEVICE) for name, shape in shapes.items()
+        }
         self.pool = {"k": keys, "v": values, **caches}
-        fill(self.program, self.pool, torch.arange(rows.numel(), device=DEVICE), implementation="cpu")
+        fill(
+            self.program, self.pool, torch.arange(rows.numel(), device=DEVICE), implementation="cpu"
+        )
         self.batch = self.of(blocks)
 
     def of(self, blocks: list[int]) -> Batch:
@@ -138,12 +165,20 @@ class Step:
     def only(self, number: int) -> "Step":
         """With one of the sequences."""
         here = slice(number, number + 1)
-        self.query, self.batch = self.query[here], Batch(self.rows[here], self.batch.tokens[here], SIZE)
+        self.query, self.batch = (
+            self.query[here],
+            Batch(self.rows[here], self.batch.tokens[here], SIZE),
+        )
         return self
 
     def choose(self, implementation: str, batch: Batch | None = None) -> list[set[int]]:
         found = select(
-            self.program, plan(self.program), self.query, self.pool, batch or self.batch, implementation=implementation
+            self.program,
+            plan(self.program),
+            self.query,
+            self.pool,
+            batch or self.batch,
+            implementation=implementation,
         )
         return [set(own[own >= 0].tolist()) for own in found]
 
@@ -158,7 +193,8 @@ def test_a_flow_chooses_the_same_on_a_skewed_batch(programs: int, flow: str, blo
 
 
 def count(monkeypatch: pytest.MonkeyPatch, table: Tensor) -> Counter[tuple[int, ...]]:
-    """Entries of a table that each program of the interpreter takes up from now on, padding included."""
+    """Entries of a table that each program of the interpreter takes up from now on, padding
+    included."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     taken: Counter[tuple[int, ...]] = Counter()
@@ -183,7 +219,8 @@ def test_blocks_that_programs_go_through_and_the_longest_share(monkeypatch: pyte
             taken = count(patch, step.rows)
             step.choose("triton", step.of(blocks))
         shares[name] = (sum(taken.values()), max(taken.values()))
-    assert shares == {"balanced": (3008, 384), "padded": (32768, 4096)}  # eight programs, tiles of 64
+    # eight programs, tiles of 64
+    assert shares == {"balanced": (3008, 384), "padded": (32768, 4096)}
 
 
 @with_triton
@@ -192,4 +229,5 @@ def test_tokens_that_programs_attend_to_and_the_longest_share(monkeypatch: pytes
     arguments = attention([4096, *[128] * 15], group=1)
     taken = count(monkeypatch, arguments[3])
     block_sparse_attention(*arguments, implementation="triton")
-    assert (sum(taken.values()), max(taken.values())) == (4096 + 15 * 128, 12 * 64)  # 94 tiles of eight programs
+    # 94 tiles of eight programs
+    assert (sum(taken.values()), max(taken.values())) == (4096 + 15 * 128, 12 * 64)

@@ -15,19 +15,32 @@ def make_document(num_tokens: int = 4) -> Document:
     """Of one layer and one head; 24 bytes of keys, values and outliers a token, and 40 more."""
     kv = torch.zeros(1, 1, num_tokens, 2)
     small = torch.zeros(1, 1)
-    return Document(kv, kv.clone(), 8, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 2), small, small, torch.zeros(0))
+    return Document(
+        kv,
+        kv.clone(),
+        8,
+        torch.zeros(1, 1, 1, 2),
+        torch.zeros(1, 1, 2),
+        small,
+        small,
+        torch.zeros(0),
+    )
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_anchors"), [(1, 1), (100, 100), (193, 129), (520, 136), (1200, 176), (4096, 192), (90_000, 144)]
+    ("num_tokens", "num_anchors"),
+    [(1, 1), (100, 100), (193, 129), (520, 136), (1200, 176), (4096, 192), (90_000, 144)],
 )
 def test_blocks_have_the_size_that_was_asked_for(num_tokens: int, num_anchors: int):
-    """SamKV's three of 64 tokens are a seventh of a passage of 1200; of the last block only what there is."""
+    """SamKV's three of 64 tokens are a seventh of a passage of 1200; of the last block only what
+    there is."""
     assert BlockCut(64, 1, 2).num_anchors(num_tokens) == num_anchors
 
 
 @given(st.integers(1, 500), st.integers(1, 64), st.integers(0, 3), st.integers(0, 3))
-def test_anchors_and_middle_are_the_whole_document(num_tokens: int, size: int, initial: int, local: int):
+def test_anchors_and_middle_are_the_whole_document(
+    num_tokens: int, size: int, initial: int, local: int
+):
     blocks = BlockCut(size, initial, local)
     count = blocks.count(num_tokens)
     assert (count - 1) * size < num_tokens <= count * size

@@ -22,15 +22,23 @@ def test_without_a_map_all_heads_share_one_list():
 
 def test_every_stream_has_its_own_place_and_pages_are_as_wide_as_the_first_list():
     layout = StreamLayout.by_class(MAP)
-    assert (layout.width, layout.num_lists) == (2, 5)  # 2 heads keep everything; 7 local ones fill 4 lists of 2
-    places = [p for heads in layout.layers for p in zip(heads.page_lists, heads.streams, strict=True)]
+    # 2 heads keep everything; 7 local ones fill 4 lists of 2
+    assert (layout.width, layout.num_lists) == (2, 5)
+    places = [
+        p for heads in layout.layers for p in zip(heads.page_lists, heads.streams, strict=True)
+    ]
     assert len(set(places)) == 9
     for index, heads in enumerate(layout.layers):
         assert heads.local == MAP.heads(index, L)
-        assert all((page_list > 0) == local for page_list, local in zip(heads.page_lists, heads.local, strict=True))
+        assert all(
+            (page_list > 0) == local
+            for page_list, local in zip(heads.page_lists, heads.local, strict=True)
+        )
     for page_list in range(5):
         streams = [layout.streams(page_list, range(index, index + 1)) for index in range(3)]
-        assert sorted(s for part in streams for s in part) == list(layout.streams(page_list, range(3)))
+        assert sorted(s for part in streams for s in part) == list(
+            layout.streams(page_list, range(3))
+        )
 
 
 def test_what_is_read_is_what_was_written_to_every_list():
@@ -63,7 +71,9 @@ def test_a_window_gives_pages_back_and_takes_no_more_than_it_may():
         assert len(held) <= most
         pool.check([lists.held])
         slots = lists.slots[1, : position + 1]
-        assert bool((slots[[p for p in range(position + 1) if p < 3 or p > position - 10]] >= 0).all())
+        assert bool(
+            (slots[[p for p in range(position + 1) if p < 3 or p > position - 10]] >= 0).all()
+        )
     lists.settle(pool, 4 * most)
     assert pool.num_used == 20 + 4 * most
     pool.release(lists.held)

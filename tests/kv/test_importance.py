@@ -3,13 +3,23 @@
 import pytest
 import torch
 
-from kvgraft.kv.importance import ENOUGH, Received, by_block, exceptionally_small, ranks, received_attention
+from kvgraft.kv.importance import (
+    ENOUGH,
+    Received,
+    by_block,
+    exceptionally_small,
+    ranks,
+    received_attention,
+)
 
 
 def naive(query: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and exponent of every token, one at a time."""
     count, groups = len(keys), query.shape[1] // keys.shape[1]
-    logits = torch.einsum("nhd,mhd->hnm", query, keys.repeat_interleave(groups, 1)) * keys.shape[-1] ** -0.5
+    logits = (
+        torch.einsum("nhd,mhd->hnm", query, keys.repeat_interleave(groups, 1))
+        * keys.shape[-1] ** -0.5
+    )
     future = torch.ones(count, count, dtype=torch.bool).triu(1)
     weights = logits.masked_fill(future, float("-inf")).softmax(-1).mean(0)
     means, exponents = [], []
@@ -28,7 +38,10 @@ def naive(query: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.
 @pytest.mark.parametrize("count", [1, 9, 40, 300])
 def test_the_streamed_fit_is_the_plain_one(count: int):
     generator = torch.Generator().manual_seed(count)
-    query, keys = torch.randn(count, 4, 8, generator=generator), torch.randn(count, 2, 8, generator=generator)
+    query, keys = (
+        torch.randn(count, 4, 8, generator=generator),
+        torch.randn(count, 2, 8, generator=generator),
+    )
     found = received_attention(query, keys)
     mean, exponent = naive(query, keys)
     torch.testing.assert_close(found.mean, mean, rtol=1e-4, atol=1e-6)
@@ -36,12 +49,14 @@ def test_the_streamed_fit_is_the_plain_one(count: int):
 
 
 def attended_as(wanted: torch.Tensor) -> Received:
-    """Of a text whose token t + 1 gives the first token so much of its attention, [n - 1], and the rest to itself."""
+    """Of a text whose token t + 1 gives the first token so much of its attention, [n - 1], and the
+    rest to itself."""
     count = len(wanted) + 1
     logits = torch.full((count, count), -60.0).double()
     logits[range(count), range(count)] = 0.0
     logits[1:, 0] = (wanted / (1 - wanted)).log()
-    query = (logits * count**0.5).float()[:, None]  # against one-hot keys, so that the logits are these
+    # against one-hot keys, so that the logits are these
+    query = (logits * count**0.5).float()[:, None]
     return received_attention(query, torch.eye(count)[:, None])
 
 
@@ -61,7 +76,9 @@ def test_the_smaller_exponent_is_of_the_token_that_receives_more_everywhere():
 
 
 def test_the_token_that_receives_most_stands_for_its_block():
-    received = Received(torch.tensor([0.1, 0.5, 0.2, 0.9, 0.3]), torch.tensor([1.0, 0.7, 0.9, 0.4, 2.0]))
+    received = Received(
+        torch.tensor([0.1, 0.5, 0.2, 0.9, 0.3]), torch.tensor([1.0, 0.7, 0.9, 0.4, 2.0])
+    )
     found = by_block(received, 2)
     assert found.representative.tolist() == [1, 3, 4]
     assert found.exponent.tolist() == pytest.approx([0.7, 0.4, 2.0])
@@ -71,9 +88,13 @@ def test_the_token_that_receives_most_stands_for_its_block():
 def test_pauta_finds_what_is_three_deviations_below():
     values = torch.cat((torch.linspace(0.9, 1.1, 20), torch.tensor([0.1, float("inf"), 1.9])))
     assert exceptionally_small(values).nonzero().flatten().tolist() == [20]
-    assert not exceptionally_small(torch.tensor([1.0] * 9 + [-100.0])).any()  # among ten nothing can be
+    # among ten nothing can be
+    assert not exceptionally_small(torch.tensor([1.0] * 9 + [-100.0])).any()
     assert not exceptionally_small(torch.tensor([float("inf")])).any()
 
 
 def test_ranks():
-    assert ranks(torch.tensor([[3.0, 1.0, 2.0], [0.0, 0.0, -1.0]])).tolist() == [[2, 0, 1], [1, 2, 0]]
+    assert ranks(torch.tensor([[3.0, 1.0, 2.0], [0.0, 0.0, -1.0]])).tolist() == [
+        [2, 0, 1],
+        [1, 2, 0],
+    ]

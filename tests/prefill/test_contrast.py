@@ -38,7 +38,10 @@ FORM = [*range(1000, 1020), 0, *range(1020, 1040), 0, *range(1040, 1062)]  # 0: 
 SIZE = len(FORM)
 ZEROS = repeat(0)
 # the beginning, values, and what stands next to them
-DIFFERING = [*range(START_TOKENS), *(at + near for at in (20, 41) for near in range(-NEAR_TOKENS, NEAR_TOKENS + 1))]
+DIFFERING = [
+    *range(START_TOKENS),
+    *(at + near for at in (20, 41) for near in range(-NEAR_TOKENS, NEAR_TOKENS + 1)),
+]
 
 
 def filled(*values: int) -> list[int]:
@@ -46,8 +49,14 @@ def filled(*values: int) -> list[int]:
     return [next(rest) if token == 0 else token for token in FORM]
 
 
-def plan_of(lengths: list[int], readings: list[int | None], places: Iterable[int] = ZEROS, block_size: int = 4) -> Plan:
-    """Texts of these lengths, one behind the other; None: not grafted. A token follows that is computed.
+def plan_of(
+    lengths: list[int],
+    readings: list[int | None],
+    places: Iterable[int] = ZEROS,
+    block_size: int = 4,
+) -> Plan:
+    """Texts of these lengths, one behind the other; None: not grafted. A token follows that is
+    computed.
 
     Args:
         places: where each was read in its source.
@@ -61,7 +70,9 @@ def plan_of(lengths: list[int], readings: list[int | None], places: Iterable[int
     return Plan.for_prompt(start + 1, block_size, matches=matches)
 
 
-def chosen(texts: list[list[int]], readings: list[int | None], alike_share: float = 0.3) -> list[int]:
+def chosen(
+    texts: list[list[int]], readings: list[int | None], alike_share: float = 0.3
+) -> list[int]:
     plan = plan_of([len(text) for text in texts], readings)
     tokens = torch.tensor([token for text in texts for token in text] + [999])
     found = distinguishing_tokens(plan, tokens, alike_share)
@@ -116,7 +127,8 @@ def test_turns_that_move_together_were_read_together():
 def test_new_text_of_the_same_form_is_computed_behind_what_is_known_and_tells_it_apart():
     assert chosen([filled(50, 51), filled(60, 61)], [1, None]) == []
     assert chosen([filled(50, 51), filled(60, 61)], [None, 1]) == behind(1)
-    edge = filled(60, 61)[:6]  # less than two blocks: what a match of whole blocks leaves of a segment
+    # less than two blocks: what a match of whole blocks leaves of a segment
+    edge = filled(60, 61)[:6]
     assert chosen([edge, filled(50, 51)], [None, 1]) == []
 
 
@@ -126,7 +138,11 @@ def test_equal_texts_and_unlike_texts_have_nothing_that_differs():
 
 
 def test_only_segments_that_share_enough_look_alike():
-    texts = [filled(50, 51), [*filled(60, 61), *range(100, 400)], [*filled(70, 71), *range(500, 510)]]
+    texts = [
+        filled(50, 51),
+        [*filled(60, 61), *range(100, 400)],
+        [*filled(70, 71), *range(500, 510)],
+    ]
     found = chosen(texts, [1, 2, 3])  # the form is 62 of 364 tokens, of 74
     first = SIZE + len(texts[1])
     assert found == [first + at for at in (*DIFFERING, *range(SIZE - NEAR_TOKENS, SIZE + 10))]
@@ -137,7 +153,11 @@ def test_wording_that_recurs_by_chance_is_short():
     texts = [[*FORM[:4], value, *FORM[14:18], value + 1] for value in (50, 60)]
     assert chosen(texts, [1, 2]) == []
     long = [
-        [*FORM[:5], value, *(token for at in (14, 22, 30, 44) for token in (*FORM[at : at + 4], value + at))]
+        [
+            *FORM[:5],
+            value,
+            *(token for at in (14, 22, 30, 44) for token in (*FORM[at : at + 4], value + at)),
+        ]
         for value in (200, 300)
     ]
     assert chosen(long, [1, 2], 5 / 21) != []
@@ -146,7 +166,10 @@ def test_wording_that_recurs_by_chance_is_short():
 
 def test_of_long_stretches_the_beginning_is_recomputed():
     for length, expected in ((SLOT_TOKENS, SLOT_TOKENS), (SLOT_TOKENS + 1, HEAD_TOKENS)):
-        texts = [[*FORM[:6], *range(at, at + length), *FORM[11:17], *range(300, 340)] for at in (100, 200)]
+        texts = [
+            [*FORM[:6], *range(at, at + length), *FORM[11:17], *range(300, 340)]
+            for at in (100, 200)
+        ]
         second = [at - len(texts[0]) for at in chosen(texts, [1, 2])]
         assert second == [*range(6 + expected + NEAR_TOKENS)]
 
@@ -178,16 +201,20 @@ def test_a_value_is_found_that_only_the_first_text_has_otherwise():
 def test_what_an_earlier_prompt_has_left_in_place_stays():
     texts = [filled(50, 51), filled(60, 61)]
     match = Match(SIZE, SIZE, 300, np.arange(16), 0, 2)
-    plan = Plan.for_prompt(2 * SIZE + 1, 4, prefix_blocks=range(16), matches=[match], in_place=range(16))
+    plan = Plan.for_prompt(
+        2 * SIZE + 1, 4, prefix_blocks=range(16), matches=[match], in_place=range(16)
+    )
     found = distinguishing_tokens(plan, torch.tensor([*texts[0], *texts[1], 999]), 0.3)
     assert plan.grafted[:SIZE].all()
     assert found.nonzero()[:, 0].tolist() == behind(1)
 
 
 def test_equally_long_texts_of_two_readings_do_not_hide_a_third():
-    """As A and B of one prompt and C and D of another are asked as A, D, C: A and D stand where they stood."""
+    """As A and B of one prompt and C and D of another are asked as A, D, C: A and D stand where
+    they stood."""
     texts = [filled(50, 51), filled(60, 61), filled(70, 71)]
-    sources = [(0, 0, 1), (SIZE, SIZE, 2), (2 * SIZE, 0, 2)]  # place, place where it was read, reading
+    # place, place where it was read, reading
+    sources = [(0, 0, 1), (SIZE, SIZE, 2), (2 * SIZE, 0, 2)]
     matches = [Match(at, SIZE, origin, np.arange(32), 0, source) for at, origin, source in sources]
     tokens = torch.tensor([token for text in texts for token in text] + [999])
     found = distinguishing_tokens(Plan.for_prompt(3 * SIZE + 1, 2, matches=matches), tokens, 0.3)
@@ -196,10 +223,13 @@ def test_equally_long_texts_of_two_readings_do_not_hide_a_third():
 
 
 def test_texts_that_say_the_same_in_other_words_are_recomputed_behind_the_first():
-    """Four texts of 60 tokens, of which each shares 24 words with the others, in orders of its own."""
+    """Four texts of 60 tokens, of which each shares 24 words with the others, in orders of its
+    own."""
     rng = np.random.default_rng(0)
     words = np.arange(100, 124)
-    texts = [rng.permutation([*words, *range(1000 * n, 1000 * n + 36)]).tolist() for n in range(1, 5)]
+    texts = [
+        rng.permutation([*words, *range(1000 * n, 1000 * n + 36)]).tolist() for n in range(1, 5)
+    ]
     assert chosen(texts, [1, 2, 3, 4], 0.65) == list(range(60, 240))
     assert chosen(texts[:2], [1, 2], 0.65) == []  # too few to tell
     for text in texts:
@@ -217,9 +247,16 @@ def slow(plan: Plan, tokens: list[int], alike_share: float) -> list[bool]:
     """The definition, token by token."""
     if alike_share == 1.0:
         return [False] * plan.num_tokens
-    total, prompts = plan.num_tokens, [n for n, length in enumerate(plan.lengths) for _ in range(length)]
+    total, prompts = (
+        plan.num_tokens,
+        [n for n, length in enumerate(plan.lengths) for _ in range(length)],
+    )
     readings, moves = [-1] * total, [0] * total
-    columns = (plan.graft_targets.tolist(), plan.graft_readings.tolist(), plan.graft_shifts.tolist())
+    columns = (
+        plan.graft_targets.tolist(),
+        plan.graft_readings.tolist(),
+        plan.graft_shifts.tolist(),
+    )
     for target, reading, move in zip(*columns, strict=True):
         readings[target], moves[target] = reading, move
     segments, number = [], -1
@@ -249,7 +286,9 @@ def slow(plan: Plan, tokens: list[int], alike_share: float) -> list[bool]:
         return shared
 
     shared, phrases = in_shared(WORDING_TOKENS), in_shared(PHRASE_TOKENS)
-    members = {segment: [at for at in range(total) if segments[at] == segment] for segment in segments}
+    members = {
+        segment: [at for at in range(total) if segments[at] == segment] for segment in segments
+    }
     candidates = {
         segment
         for segment, mine in members.items()
@@ -259,7 +298,9 @@ def slow(plan: Plan, tokens: list[int], alike_share: float) -> list[bool]:
     for prompt in range(len(plan.lengths)):
         mine = [at for at in range(total) if segments[at] in candidates and prompts[at] == prompt]
         known = [at for at in mine if copied[at] and not in_place[at]]
-        if sum(phrases[at] for at in known) >= max(alike_share * sum(shared[at] for at in known), 1):
+        if sum(phrases[at] for at in known) >= max(
+            alike_share * sum(shared[at] for at in known), 1
+        ):
             others = of_another_reading(mine)
             alike |= {at for at in known if others and at >= others[0]}
             similar.append(known)
@@ -293,19 +334,28 @@ def slow(plan: Plan, tokens: list[int], alike_share: float) -> list[bool]:
         if not slots & set(mine):
             continue
         for at in mine:
-            wide[at] = any(near in slots for near in mine if abs(near - at) <= NEAR_TOKENS) or at in mine[:START_TOKENS]
+            wide[at] = (
+                any(near in slots for near in mine if abs(near - at) <= NEAR_TOKENS)
+                or at in mine[:START_TOKENS]
+            )
     for known in similar:
         if sum(wide[at] for at in known) > MOST_SHARE * len(known):
             for at in known:
                 wide[at] = at in alike
     same_words = {at for known in similar for at in known if shared[at]}
     for prompt in range(len(plan.lengths)):
-        copied_here = {at for at in range(total) if prompts[at] == prompt and copied[at] and not in_place[at]}
-        texts = [mine for mine in members.values() if copied_here >= {*mine} and len(mine) >= 2 * plan.block_size]
+        copied_here = {
+            at for at in range(total) if prompts[at] == prompt and copied[at] and not in_place[at]
+        }
+        texts = [
+            mine
+            for mine in members.values()
+            if copied_here >= {*mine} and len(mine) >= 2 * plan.block_size
+        ]
         mine = [at for text in on_one_subject(texts, tokens) for at in text]
-        if min(len({column[at] for at in mine}) for column in (readings, moves)) >= SUBJECT_SEGMENTS and (
-            len(same_words & {*mine}) < SAME_WORDS_SHARE * len(mine)
-        ):
+        if min(
+            len({column[at] for at in mine}) for column in (readings, moves)
+        ) >= SUBJECT_SEGMENTS and (len(same_words & {*mine}) < SAME_WORDS_SHARE * len(mine)):
             others = of_another_reading(mine)
             for at in mine:
                 wide[at] |= bool(others) and at >= others[0]
@@ -329,8 +379,12 @@ def test_it_is_what_its_definition_says(data: st.DataObject):
     plans, tokens, vocabulary = [], [], data.draw(st.sampled_from((2, 60)))
     for _ in range(data.draw(st.integers(1, 2))):
         lengths = data.draw(st.lists(st.integers(1, 50), min_size=1, max_size=5))
-        readings = data.draw(st.lists(st.none() | st.integers(0, 4), min_size=len(lengths), max_size=len(lengths)))
-        places = data.draw(st.lists(st.integers(0, 40), min_size=len(lengths), max_size=len(lengths)))
+        readings = data.draw(
+            st.lists(st.none() | st.integers(0, 4), min_size=len(lengths), max_size=len(lengths))
+        )
+        places = data.draw(
+            st.lists(st.integers(0, 40), min_size=len(lengths), max_size=len(lengths))
+        )
         plans.append(plan_of(lengths, readings, places))
         size = plans[-1].num_tokens
         tokens += data.draw(st.lists(st.integers(0, vocabulary), min_size=size, max_size=size))
@@ -339,13 +393,21 @@ def test_it_is_what_its_definition_says(data: st.DataObject):
     assert found.tolist() == slow(plan, tokens, share)
 
 
-REST = " the small garden rested near the old bridge . the meadow was bright . the house near the market ended ."
+REST = (
+    " the small garden rested near the old bridge . the meadow was bright . the house near the "
+    "market ended ."
+)
 SHEETS = [
     " ".join(
-        f"the code of {thing} is {number} . the old market rested near the meadow . the bright house ended ." + REST
+        f"the code of {thing} is {number} . the old market rested near the meadow . the bright "
+        "house ended ." + REST
         for thing, number in zip(things, numbers, strict=True)
     )
-    for things, numbers in ((("lamp", "bell"), (42, 17)), (("jade", "cup"), (90, 23)), (("fork", "lock"), (84, 36)))
+    for things, numbers in (
+        (("lamp", "bell"), (42, 17)),
+        (("jade", "cup"), (90, 23)),
+        (("fork", "lock"), (84, 36)),
+    )
 ]
 
 
@@ -355,7 +417,9 @@ ONE = SamplingParams(max_tokens=1)
 def ask(engine: Engine, policy: str) -> tuple[Result, PrefillRecord]:
     recorded = Recorded(parse_policy(policy))
     parts = [part for sheet in SHEETS for part in ("then : ", Segment(sheet))]
-    request = Request([*parts, " question : code of jade ? answer :"], recorded, SamplingParams(1), remember=False)
+    request = Request(
+        [*parts, " question : code of jade ? answer :"], recorded, SamplingParams(1), remember=False
+    )
     [result] = engine.generate([request])
     assert result.error is None
     return result, recorded.record
@@ -367,8 +431,12 @@ def test_spread_recomputes_them_in_every_layer_and_counts_them(together: bool):
     readings = [SHEETS] if together else [[sheet] for sheet in SHEETS]
     for number, sheets in enumerate(readings):
         parts = [Segment(sheet) for sheet in sheets]
-        engine.generate([Request([f"note {number} : ", *parts], "full", SamplingParams(max_tokens=1))])
-    (plain, _), (ours, record) = (ask(engine, policy) for policy in ("spread:alike_share=1.0", "spread"))
+        engine.generate(
+            [Request([f"note {number} : ", *parts], "full", SamplingParams(max_tokens=1))]
+        )
+    (plain, _), (ours, record) = (
+        ask(engine, policy) for policy in ("spread:alike_share=1.0", "spread")
+    )
     differing = ours.report.counts["distinguishing_tokens"]
     assert plain.report.counts["distinguishing_tokens"] == 0
     if together:
@@ -377,16 +445,22 @@ def test_spread_recomputes_them_in_every_layer_and_counts_them(together: bool):
     else:
         assert 2 * 4 * 2 / 2 < differing < 0.5 * ours.report.grafted_tokens
         assert ours.report.recomputed_tokens > plain.report.recomputed_tokens
-    assert int(record.computed[-1].sum()) == ours.report.recomputed_tokens + ours.report.fresh_tokens
+    assert (
+        int(record.computed[-1].sum()) == ours.report.recomputed_tokens + ours.report.fresh_tokens
+    )
 
 
 def test_all_but_the_first_of_short_sheets_is_recomputed():
     short = [sheet.replace(REST, "") for sheet in SHEETS]
     engine = Engine(MODEL_DIR, dtype="float32", kv_gib=0.5)
     for number, sheet in enumerate(short):
-        engine.generate([Request([f"note {number} : ", Segment(sheet)], "full", SamplingParams(max_tokens=1))])
+        engine.generate(
+            [Request([f"note {number} : ", Segment(sheet)], "full", SamplingParams(max_tokens=1))]
+        )
     parts = [part for sheet in short for part in ("then : ", Segment(sheet))]
-    [result] = engine.generate([Request([*parts, " question : code of jade ? answer :"], "spread", ONE)])
+    [result] = engine.generate(
+        [Request([*parts, " question : code of jade ? answer :"], "spread", ONE)]
+    )
     behind = result.report.counts["distinguishing_tokens"]
     assert behind == pytest.approx(result.report.grafted_tokens * 2 / 3, rel=0.1)
 

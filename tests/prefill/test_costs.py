@@ -46,10 +46,18 @@ class FakeContext:
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_what_is_made_once_a_prompt_is_not_counted_in_every_layer(monkeypatch: pytest.MonkeyPatch, on_gpu: bool):
+def test_what_is_made_once_a_prompt_is_not_counted_in_every_layer(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+):
     clock = FakeClock()
     monkeypatch.setattr(time, "perf_counter", clock)
-    costs = calibrate(lambda plan: cast(PrefillContext, FakeContext(plan, clock)), NUM_LAYERS, 16, 4096, on_gpu=on_gpu)
+    costs = calibrate(
+        lambda plan: cast(PrefillContext, FakeContext(plan, clock)),
+        NUM_LAYERS,
+        16,
+        4096,
+        on_gpu=on_gpu,
+    )
     assert costs.pass_s == pytest.approx(NUM_LAYERS * PASS_S)
     assert costs.token_s == pytest.approx(NUM_LAYERS * TOKEN_S)
     assert costs.pair_s == pytest.approx(0, abs=1e-9)

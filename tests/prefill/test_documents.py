@@ -26,18 +26,26 @@ def placed(start: int, num_tokens: int) -> Placed:
 
 @pytest.fixture
 def layout() -> DocumentLayout:
-    """5 fresh tokens, documents of 28, 3 and 16 tokens with 2 fresh ones between the first two, then a question."""
+    """5 fresh tokens, documents of 28, 3 and 16 tokens with 2 fresh ones between the first two,
+    then a question."""
     return DocumentLayout([placed(5, 28), placed(35, 3), placed(38, 16)], BLOCKS, 60)
 
 
 def test_equation_1_adds_what_the_other_documents_look_for():
     generic = torch.tensor([[1.0, 0.0], [0.0, 0.0]])  # two heads
-    local = [torch.tensor(q) for q in ([[3.0, 4.0], [0.0, 0.0]], [[0.0, 2.0], [0.0, 0.0]], [[-1.0, 0.0], [0.0, 0.0]])]
+    local = [
+        torch.tensor(q)
+        for q in ([[3.0, 4.0], [0.0, 0.0]], [[0.0, 2.0], [0.0, 0.0]], [[-1.0, 0.0], [0.0, 0.0]])
+    ]
     first, second, third = personalise(generic, torch.stack(local), all_here)
     # |cos| to the generic query: 3/5, 0, 1
     assert first.flatten().tolist() == pytest.approx((generic + local[2] / 2).flatten().tolist())
-    assert second.flatten().tolist() == pytest.approx((generic + (0.6 * local[0] + local[2]) / 2).flatten().tolist())
-    assert third.flatten().tolist() == pytest.approx((generic + 0.6 * local[0] / 2).flatten().tolist())
+    assert second.flatten().tolist() == pytest.approx(
+        (generic + (0.6 * local[0] + local[2]) / 2).flatten().tolist()
+    )
+    assert third.flatten().tolist() == pytest.approx(
+        (generic + 0.6 * local[0] / 2).flatten().tolist()
+    )
 
 
 def test_equation_1_leaves_a_single_document_the_generic_query():
@@ -53,11 +61,14 @@ def test_equation_2_is_the_share_above_the_anchors():
         torch.zeros(5),
     )
     assert retrieved_share(best, anchor, worst).tolist() == [0.25, 0.0, 0.0, 0.0, 0.0]
-    assert retrieved_share(torch.tensor([2.0]), torch.tensor([-1.0]), torch.tensor([-2.0])).tolist() == [0.75]
+    assert retrieved_share(
+        torch.tensor([2.0]), torch.tensor([-1.0]), torch.tensor([-2.0])
+    ).tolist() == [0.75]
 
 
 def test_equation_4_blends_by_the_cosine_of_old_and_new():
-    new = [torch.tensor([[[1.0, 0.0]], [[0.0, 2.0]]]), torch.tensor([[[0.0, 0.0]], [[0.0, 0.0]]])]  # keys, values
+    # keys, values
+    new = [torch.tensor([[[1.0, 0.0]], [[0.0, 2.0]]]), torch.tensor([[[0.0, 0.0]], [[0.0, 0.0]]])]
     old = [torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]), torch.tensor([[[1.0, 0.0]], [[0.0, 0.0]]])]
     keys, values = blend(new, old, all_here)
     theta = 1 / math.sqrt(2)  # of the first token; of the second it is 1
@@ -76,14 +87,22 @@ def test_where_blocks_lie(layout: DocumentLayout):
     assert layout.stops.tolist() == [13, 21, 29, 33, 38, 46, 54]
     assert layout.owner.tolist() == [0, 0, 0, 0, 1, 2, 2]
     assert layout.is_middle.tolist() == [False, True, True, False, False, False, False]
-    assert layout.anchors.nonzero().flatten().tolist() == [*range(5, 13), *range(29, 33), *range(35, 54)]
+    assert layout.anchors.nonzero().flatten().tolist() == [
+        *range(5, 13),
+        *range(29, 33),
+        *range(35, 54),
+    ]
     assert (layout.block_of < 0).nonzero().flatten().tolist() == [*range(5), 33, 34, *range(54, 60)]
 
 
 def test_a_halo_does_not_reach_another_document(layout: DocumentLayout):
     tokens = torch.zeros(60, dtype=torch.bool)
     tokens[[21, 36, 50, 58]] = True
-    assert layout.before(tokens, 0).nonzero().flatten().tolist() == [*range(21, 29), *range(35, 38), *range(46, 54)]
+    assert layout.before(tokens, 0).nonzero().flatten().tolist() == [
+        *range(21, 29),
+        *range(35, 38),
+        *range(46, 54),
+    ]
     assert layout.before(tokens, 1).nonzero().flatten().tolist() == [*range(13, 29), *range(35, 54)]
     assert layout.before(tokens, 9).nonzero().flatten().tolist() == [*range(5, 29), *range(35, 54)]
 
@@ -109,7 +128,9 @@ def test_the_number_kept_follows_from_lengths(policy: type[SamKV] | type[Condens
     )  # what is always kept is more than that
     assert policy(kept_share=1.0).num_kept([5, 700]) == 705
     without = {"selection": "off"} if policy is SamKV else {}
-    assert policy(kept_share=0.0, initial_blocks=0, local_blocks=0, **without).num_kept([5, 700]) == 0
+    assert (
+        policy(kept_share=0.0, initial_blocks=0, local_blocks=0, **without).num_kept([5, 700]) == 0
+    )
 
 
 def test_cosines_are_of_all_heads_together():

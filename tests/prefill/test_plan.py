@@ -6,7 +6,9 @@ from kvgraft.prefill.plan import Kind, Plan, Span
 from kvgraft.segments.matches import Match
 
 
-def match(start: int, length: int, source_start: int = 0, first_page: int = 50, block_size: int = 4) -> Match:
+def match(
+    start: int, length: int, source_start: int = 0, first_page: int = 50, block_size: int = 4
+) -> Match:
     num_pages = -(-(source_start % block_size + length) // block_size)
     return Match(start, length, source_start, np.arange(first_page, first_page + num_pages), 0, 0)
 
@@ -18,7 +20,12 @@ def positions(mask: torch.Tensor) -> list[int]:
 def test_every_token_has_one_kind():
     plan = Plan.for_prompt(20, 4, prefix_blocks=[0], matches=[match(6, 8)])
     assert plan.spans == [
-        [Span(0, 4, Kind.PREFIX), Span(4, 6, Kind.FRESH), Span(6, 14, Kind.GRAFTED), Span(14, 20, Kind.FRESH)]
+        [
+            Span(0, 4, Kind.PREFIX),
+            Span(4, 6, Kind.FRESH),
+            Span(6, 14, Kind.GRAFTED),
+            Span(14, 20, Kind.FRESH),
+        ]
     ]
     assert (plan.prefix.int() + plan.grafted.int() + plan.fresh.int()).eq(1).all()
     assert positions(~plan.active) == [0, 1, 2, 3]
@@ -26,7 +33,9 @@ def test_every_token_has_one_kind():
 
 
 def test_grafts_know_source_slot_and_shift_of_each_token():
-    plan = Plan.for_prompt(12, 4, matches=[match(7, 3, source_start=2, first_page=9), match(1, 2, source_start=8)])
+    plan = Plan.for_prompt(
+        12, 4, matches=[match(7, 3, source_start=2, first_page=9), match(1, 2, source_start=8)]
+    )
     assert plan.graft_targets.tolist() == [1, 2, 7, 8, 9]
     assert plan.graft_sources.tolist() == [200, 201, 38, 39, 40]
     assert plan.graft_shifts.tolist() == [-7, -7, 5, 5, 5]
@@ -61,7 +70,12 @@ def test_tail_is_cut_at_the_final_graft():
 
 
 def test_top_share_is_taken_in_each_prompt():
-    plan = Plan.batch([Plan.for_prompt(10, 4, matches=[match(0, 4)]), Plan.for_prompt(10, 4, matches=[match(2, 6)])])
+    plan = Plan.batch(
+        [
+            Plan.for_prompt(10, 4, matches=[match(0, 4)]),
+            Plan.for_prompt(10, 4, matches=[match(2, 6)]),
+        ]
+    )
     scores = torch.arange(20.0)
     assert positions(plan.top_share(scores, 0.5, plan.grafted)) == [2, 3, 15, 16, 17]
     assert positions(plan.top_share(scores, 0.0, plan.grafted)) == []
@@ -74,17 +88,32 @@ def test_the_question_is_what_is_fresh_behind_the_last_graft():
     ends_in_graft = Plan.for_prompt(10, 4, matches=[match(2, 8)])
     nothing_grafted = Plan.for_prompt(3, 4)
     assert positions(asked.question) == [10, 11]
-    assert positions(Plan.batch([asked, ends_in_graft, nothing_grafted]).question) == [10, 11, 21, 22, 23, 24]
+    assert positions(Plan.batch([asked, ends_in_graft, nothing_grafted]).question) == [
+        10,
+        11,
+        21,
+        22,
+        23,
+        24,
+    ]
 
 
 def test_heads_are_the_beginnings_of_what_moved_together():
-    moved = [match(1, 5, source_start=11), match(6, 4, source_start=3), match(12, 6, source_start=0)]
+    moved = [
+        match(1, 5, source_start=11),
+        match(6, 4, source_start=3),
+        match(12, 6, source_start=0),
+    ]
     plan = Plan.for_prompt(20, 4, matches=moved)
     assert positions(plan.segment_starts(2)) == [1, 2, 6, 7, 12, 13]
     assert positions(plan.segment_starts(100)) == positions(plan.grafted)
     assert positions(plan.segment_starts(0)) == []
-    assert positions(plan.segment_starts(3, 0.4)) == [1, 2, 6, 7, 12, 13, 14], "two of five, two of four, three of six"
-    together = Plan.for_prompt(20, 4, matches=[match(1, 4, source_start=3), match(5, 4, source_start=7)])
+    assert positions(plan.segment_starts(3, 0.4)) == [1, 2, 6, 7, 12, 13, 14], (
+        "two of five, two of four, three of six"
+    )
+    together = Plan.for_prompt(
+        20, 4, matches=[match(1, 4, source_start=3), match(5, 4, source_start=7)]
+    )
     assert positions(together.segment_starts(1)) == [1]  # two matches of one shift are one stretch
     assert positions(Plan.batch([Plan.for_prompt(3, 4), plan]).segment_starts(1)) == [4, 9, 15]
 

@@ -34,7 +34,12 @@ def test_options_are_parsed_as_shares_and_counts():
     [
         *(make_policy(name) for name in POLICIES),
         SparseX(
-            boundary_layers=0, recompute_share=1e-05, overflow_blocks=2, rows="question", reduction="max", unit="block"
+            boundary_layers=0,
+            recompute_share=1e-05,
+            overflow_blocks=2,
+            rows="question",
+            reduction="max",
+            unit="block",
         ),
     ],
     ids=str,
@@ -48,13 +53,15 @@ def test_a_policy_is_written_as_it_is_read(policy: Policy):
     [
         (
             "magic",
-            "unknown policy 'magic': choose from cacheblend, condense, epic, full, naive, prophet, redknot, samkv, "
+            "unknown policy 'magic': choose from cacheblend, condense, epic, full, naive, prophet, "
+            "redknot, samkv, "
             "similar, sparsex, spread, transitive",
         ),
         ("", "unknown policy ''"),
         (
             "sparsex:budget=1",
-            "no option 'budget': it has rows, reduction, unit, boundary_layers, boundary_share, recompute_share",
+            "no option 'budget': it has rows, reduction, unit, boundary_layers, boundary_share, "
+            "recompute_share",
         ),
         ("full:topk=1", "no option 'topk': it has none"),
         ("sparsex:recompute_share=much", "recompute_share must be a share from 0 to 1, got 'much'"),
@@ -85,7 +92,10 @@ def test_a_policy_is_written_as_it_is_read(policy: Policy):
         ("samkv:bias=no", "bias must be one of on, off, got 'no'"),
         ("condense:rounds=0", "rounds must be an integer of at least 1, got 0"),
         ("condense:hop_tokens=0.5", "hop_tokens must be an integer of at least 0, got 0.5"),
-        ("condense:skipped_share=1", "skipped_share must be less than 1: the attention of some layer has to count"),
+        (
+            "condense:skipped_share=1",
+            "skipped_share must be less than 1: the attention of some layer has to count",
+        ),
         ("epic:start_tokens=-1", "tokens must be an integer of at least 0, got -1"),
         ("cacheblend:check_layer=0.5", "check_layer must be an integer of at least 0, got 0.5"),
         ("cacheblend:recompute_share=9", "share must be a share from 0 to 1, got 9"),
@@ -94,7 +104,10 @@ def test_a_policy_is_written_as_it_is_read(policy: Policy):
         ("sparsex:recompute_share=-0.1", "recompute_share must be a share from 0 to 1, got -0.1"),
         ("sparsex:boundary_layers=-1", "boundary_layers must be an integer of at least 0, got -1"),
         ("sparsex:boundary_share=1.5", "boundary_share must be a share from 0 to 1, got 1.5"),
-        ("sparsex:overflow_blocks=0.5", "overflow_blocks must be an integer of at least 0, got 0.5"),
+        (
+            "sparsex:overflow_blocks=0.5",
+            "overflow_blocks must be an integer of at least 0, got 0.5",
+        ),
         ("sparsex:tail_tokens=0", "tail_tokens must be an integer of at least 1, got 0"),
     ],
 )
@@ -110,9 +123,18 @@ def test_nan_is_no_share():
 
 @pytest.mark.parametrize(
     ("count", "share", "layers", "dense"),
-    [(0, 0.5, 6, 0), (3, 0.5, 2, 2), (None, 0.15, 6, 1), (None, 0.2, 36, 8), (None, 0.2, 10, 2), (None, 0.0, 6, 0)],
+    [
+        (0, 0.5, 6, 0),
+        (3, 0.5, 2, 2),
+        (None, 0.15, 6, 1),
+        (None, 0.2, 36, 8),
+        (None, 0.2, 10, 2),
+        (None, 0.0, 6, 0),
+    ],
 )
-def test_the_boundary_is_a_count_or_a_share(count: int | None, share: float, layers: int, dense: int):
+def test_the_boundary_is_a_count_or_a_share(
+    count: int | None, share: float, layers: int, dense: int
+):
     assert count_layers(count, share, layers) == dense
 
 
@@ -121,7 +143,9 @@ def test_a_count_and_a_share_of_layers_exclude_each_other():
         parse_policy("sparsex:boundary_layers=1,boundary_share=0.5")
     given = with_options(parse_policy("sparsex:boundary_layers=1"), {"boundary_share": 0.5})
     assert given == SparseX(boundary_share=0.5)
-    assert with_options(given, {"boundary_layers": 2}) == SparseX(boundary_layers=2, boundary_share=0.5)
+    assert with_options(given, {"boundary_layers": 2}) == SparseX(
+        boundary_layers=2, boundary_share=0.5
+    )
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,9 @@ def test_nobody_waits_for_the_device_before_seconds_are_read(monkeypatch: pytest
         pass
     assert device.waits == 0
     assert times.seconds == pytest.approx({"dense": 0.8, "select": 0.1})
-    assert times.seconds == pytest.approx({"dense": 0.8, "select": 0.1}), "read again, nothing is counted twice"
+    assert times.seconds == pytest.approx({"dense": 0.8, "select": 0.1}), (
+        "read again, nothing is counted twice"
+    )
     with times.timed("dense"):
         pass
     assert times.seconds["dense"] == pytest.approx(0.9)

@@ -99,14 +99,18 @@ def test_kl_is_in_units_of_order_noise():
     assert cells["KL, early"] == ["0.200", "1.000"]
 
 
-def test_sessions_that_are_known_are_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_sessions_that_are_known_are_not_measured_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     """What was interrupted goes on with the next session; tables are of all."""
     measured = []
 
     def run(model: Path, sessions: list, conditions: list[str], dtype: str) -> Iterator[list[Row]]:
         for shape, number, _ in sessions:
             measured.append(number)
-            yield [replace(row, session=number, shape=shape) for row in rows(0.2, 0) if not row.session]
+            yield [
+                replace(row, session=number, shape=shape) for row in rows(0.2, 0) if not row.session
+            ]
 
     monkeypatch.setattr(endless, "run", run)
     for count in ("1", "3", "3"):

@@ -30,7 +30,9 @@ def test_what_cached_kv_costs_is_attributed_to_tokens_and_layers(engine: Engine,
     ask = item.phase_2[0]
     reused = {segment for segments in item.phase_1 for segment in segments}
     sampling = SamplingParams(max_tokens=6, ignore_eos=True)
-    asked = Request(as_parts(ask.segments, reused), "full", sampling, remember=False, return_logits=True)
+    asked = Request(
+        as_parts(ask.segments, reused), "full", sampling, remember=False, return_logits=True
+    )
     truth = send(engine, asked)
     naive = replace(asked, policy="naive")
     distance = native_distances(engine, naive, send(engine, naive), truth)["answer_kl"]
@@ -47,7 +49,8 @@ def test_what_cached_kv_costs_is_attributed_to_tokens_and_layers(engine: Engine,
     assert attribution.kl(nothing, none) == pytest.approx(distance, rel=1e-3, abs=1e-5)
     assert attribution.kl(nothing, ~none) < 1e-6
     assert distance > 0.01
-    assert float(costs.sum()) == pytest.approx(distance, rel=0.5)  # four steps on a line that is not straight
+    # four steps on a line that is not straight
+    assert float(costs.sum()) == pytest.approx(distance, rel=0.5)
 
     whole = replace(asked, policy=Told())
     assert native_distances(engine, whole, send(engine, whole), truth)["answer_kl"] < 1e-6
@@ -55,7 +58,10 @@ def test_what_cached_kv_costs_is_attributed_to_tokens_and_layers(engine: Engine,
 
 def test_an_oracle_of_more_tokens_costs_more_and_is_nearer(engine: Engine):
     [item, *_] = SUITE.items(5, 1, Shape(512, 4, ("alone",)))
-    rows = {name: (flops, kl) for name, flops, kl in measure(engine, item, ["naive"], [0.04, 0.08, 0.16])}
+    rows = {
+        name: (flops, kl)
+        for name, flops, kl in measure(engine, item, ["naive"], [0.04, 0.08, 0.16])
+    }
     by_token = [rows[name] for name in rows if name.startswith("oracle by token,")]
     assert [flops for flops, _ in by_token] == sorted(flops for flops, _ in by_token)
     assert by_token[-1][1] < rows["naive"][1] / 2
@@ -64,7 +70,11 @@ def test_an_oracle_of_more_tokens_costs_more_and_is_nearer(engine: Engine):
 
 def test_prompts_are_measured_once_and_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for _ in range(2):
-        main(MODEL_DIR, "multihop", "alone", "naive", "0.04,0.08,0.16", 1, 512, 4, "all", 5, tmp_path)
+        main(
+            MODEL_DIR, "multihop", "alone", "naive", "0.04,0.08,0.16", 1, 512, 4, "all", 5, tmp_path
+        )
         printed = capsys.readouterr().out
-    assert (tmp_path / "rows.jsonl").read_text().count("\n") == 7 * len(SUITE.items(5, 1, Shape(512, 4, ("alone",))))
+    assert (tmp_path / "rows.jsonl").read_text().count("\n") == 7 * len(
+        SUITE.items(5, 1, Shape(512, 4, ("alone",)))
+    )
     assert "oracle by" in printed

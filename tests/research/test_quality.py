@@ -28,15 +28,29 @@ def test_rules_are_compared_at_equal_work(work: float):
             assert dense + (1 - dense) * policy.recompute_share == pytest.approx(work, abs=1e-4)
             assert policy.overflow_blocks == 0
         if isinstance(policy, CacheBlend):
-            assert policy.check_layer / 8 + (1 - policy.check_layer / 8) * policy.recompute_share == pytest.approx(
-                work, abs=1e-4
-            )
+            assert policy.check_layer / 8 + (
+                1 - policy.check_layer / 8
+            ) * policy.recompute_share == pytest.approx(work, abs=1e-4)
 
 
 def test_paper_tables_have_a_row_for_each_method():
     answer = Answer("42", 0.1, 100, 0, 80, 8, 20, 0.4)
     rows = [
-        EvalRow(f"{name}/{task}/{n}", 0, name, task, "alone", 1024, True, policy, ("42",), 0.5, 0.5, 0.5, answer)
+        EvalRow(
+            f"{name}/{task}/{n}",
+            0,
+            name,
+            task,
+            "alone",
+            1024,
+            True,
+            policy,
+            ("42",),
+            0.5,
+            0.5,
+            0.5,
+            answer,
+        )
         for n in range(2)
         for policy in PAPER_METHODS
         for name, suite in GENERATED.items()
@@ -54,11 +68,25 @@ def test_hosts_are_compared_prompt_by_prompt():
     def row(policy: str, text: str, score: float) -> EvalRow:
         answer = Answer(text, 0.1, 100, 0, 80, 8, 20, 0.28)
         return EvalRow(
-            "ruler/0", 0, "ruler", "variable", "alone", 1024, True, policy, ("42",), score, score, score, answer
+            "ruler/0",
+            0,
+            "ruler",
+            "variable",
+            "alone",
+            1024,
+            True,
+            policy,
+            ("42",),
+            score,
+            score,
+            score,
+            answer,
         )
 
     text = _compare_hosts(
-        "vllm", [row("full", "42", 1.0), row("naive", "17", 0.0)], [row("full", " 42", 1.0), row("naive", "42", 1.0)]
+        "vllm",
+        [row("full", "42", 1.0), row("naive", "17", 0.0)],
+        [row("full", " 42", 1.0), row("naive", "42", 1.0)],
     )
     assert "| full | 1.000 | 1.000 | 1 of 1 |" in text
     assert "| naive | 0.000 | 1.000 | 0 of 1 | 10.0% | 10.0% |" in text

@@ -1,4 +1,5 @@
-"""How much of a pool copies may take: page for page what is asked for when it has just been reclaimed."""
+"""How much of a pool copies may take: page for page what is asked for when it has just been
+reclaimed."""
 
 import numpy as np
 import pytest
@@ -34,7 +35,9 @@ def test_all_may_stay_until_other_text_is_missed(pool: PagePool):
     assert copies.budget == 4, "twice the loss, since nothing of the other kind has been lost"
     copies.trim()
     assert live(pool, pages) == [True] * 4 + [False] * 2, "the last ones of a request go first"
-    assert sorted(pool.allocate(2)) == sorted(pages[4:]), "and are reclaimed before pages that were never used"
+    assert sorted(pool.allocate(2)) == sorted(pages[4:]), (
+        "and are reclaimed before pages that were never used"
+    )
     copies.learn(0, 0)
     assert copies.budget == 4
     copies.learn(3, 0)

@@ -24,13 +24,17 @@ def seconds(costs: Costs, where: np.ndarray) -> float:
     return float(costs.token_s * where.sum() + costs.pair_s * (np.flatnonzero(where) + 1).sum())
 
 
-@pytest.mark.parametrize("costs", [FLAT, TOKENS, Costs(3e-3, 2e-4, 5e-8, 1e-6)], ids=["flat", "tokens", "measured"])
+@pytest.mark.parametrize(
+    "costs", [FLAT, TOKENS, Costs(3e-3, 2e-4, 5e-8, 1e-6)], ids=["flat", "tokens", "measured"]
+)
 @pytest.mark.parametrize("approximate", [False, True])
 def test_it_is_the_best_of_all_places_to_begin(costs: Costs, approximate: bool):
     rng = np.random.default_rng(0)
     taken = []
     for _ in range(200):
-        cuts = np.sort(rng.choice(np.arange(64, 2000), 2 * int(rng.integers(1, 6)), replace=False)).tolist()
+        cuts = np.sort(
+            rng.choice(np.arange(64, 2000), 2 * int(rng.integers(1, 6)), replace=False)
+        ).tolist()
         matches = [match(a, b - a) for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
         model = CostModel(costs, exactness_weight=0.1)
         chosen, found = model.choose(matches, 2000, 48, "p", approximate=approximate)
@@ -41,10 +45,14 @@ def test_it_is_the_best_of_all_places_to_begin(costs: Costs, approximate: bool):
             for one in matches[number:]:
                 grafted[one.start : one.start + one.length] = True
             behind = active & ~grafted & (np.arange(2000) >= matches[number].start)
-            saved = (1 - WORK) * seconds(costs, grafted) - costs.pass_s - costs.copy_s * grafted.sum()
+            saved = (
+                (1 - WORK) * seconds(costs, grafted) - costs.pass_s - costs.copy_s * grafted.sum()
+            )
             gains.append(saved - (0.0 if approximate else 0.1) * seconds(costs, behind))
         best = int(np.argmax(gains))
-        assert [one.start for one in chosen] == [one.start for one in (matches[best - 1 :] if best else [])]
+        assert [one.start for one in chosen] == [
+            one.start for one in (matches[best - 1 :] if best else [])
+        ]
         assert found.full_s == pytest.approx(costs.pass_s + seconds(costs, active))
         assert (found.reuse_s < found.full_s) == bool(best)
         taken.append(len(matches) - len(chosen))
@@ -59,7 +67,10 @@ def test_a_graft_in_front_of_much_new_text_must_save_more():
     assert model.choose([small, large], 4000, 0, "p", approximate=True)[0] == [small, large]
     assert model.choose([small], 160, 0, "p")[0] == [small]
     assert CostModel(FLAT, exactness_weight=0.0).choose([small], 4000, 0, "p")[0] == [small]
-    assert model.choose([small], 4000, 0, "p") == ([], CostEstimate(4000.0, 4000.0, "too_little_known"))
+    assert model.choose([small], 4000, 0, "p") == (
+        [],
+        CostEstimate(4000.0, 4000.0, "too_little_known"),
+    )
     assert model.choose([], 4000, 1000, "p") == ([], CostEstimate(3000.0, 3000.0))
 
 
@@ -73,7 +84,9 @@ def test_a_graft_in_front_of_much_new_text_must_save_more():
         (100, 500, None),
     ],
 )
-def test_by_tokens_39_are_the_least_that_is_grafted(length: int, new_behind: int, reason: str | None):
+def test_by_tokens_39_are_the_least_that_is_grafted(
+    length: int, new_behind: int, reason: str | None
+):
     chosen, estimate = CostModel().choose([match(20, length)], 20 + length + new_behind, 0, "p")
     assert (bool(chosen), estimate.reason) == (reason is None, reason)
 
@@ -96,12 +109,17 @@ def test_what_a_policy_computes_is_learned():
 
 
 def test_what_is_computed_twice_of_new_text_is_not_laid_on_the_grafts():
-    """Seen with two layers: a graft among much new text took longer than without, and no other was tried again."""
+    """Seen with two layers: a graft among much new text took longer than without, and no other was
+    tried again."""
     model, rng = CostModel(FLAT), np.random.default_rng(0)
     model.learn("p", 0.1 * 691 + 0.5 * 1976, 691, 1976)
-    assert model.choose([match(0, 1900)], 2000, 0, "p")[0], "mostly grafts: one recovery does not rule them out"
+    assert model.choose([match(0, 1900)], 2000, 0, "p")[0], (
+        "mostly grafts: one recovery does not rule them out"
+    )
     for num_grafted in rng.integers(100, 1900, 30).tolist():
-        model.learn("p", 0.1 * num_grafted + 0.5 * (2000 - num_grafted), num_grafted, 2000 - num_grafted)
+        model.learn(
+            "p", 0.1 * num_grafted + 0.5 * (2000 - num_grafted), num_grafted, 2000 - num_grafted
+        )
     assert model.work["p"].shares == pytest.approx((0.1, 0.5), abs=0.05)
     assert model.choose([match(0, 400)], 2000, 0, "p")[0] == []
     assert model.choose([match(0, 1500)], 2000, 0, "p")[0]
@@ -123,8 +141,14 @@ def test_costs_are_kept_in_a_file(tmp_path: Path):
         ("{", "holds no costs"),
         ("[]", "must hold pass_s, token_s, pair_s, copy_s"),
         ('{"pass_s": 1}', "must hold pass_s"),
-        ('{"pass_s": 1, "token_s": -1, "pair_s": 0, "copy_s": 0}', "token_s must be a number of seconds"),
-        ('{"pass_s": 1, "token_s": "x", "pair_s": 0, "copy_s": 0}', "token_s must be a number of seconds"),
+        (
+            '{"pass_s": 1, "token_s": -1, "pair_s": 0, "copy_s": 0}',
+            "token_s must be a number of seconds",
+        ),
+        (
+            '{"pass_s": 1, "token_s": "x", "pair_s": 0, "copy_s": 0}',
+            "token_s must be a number of seconds",
+        ),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -138,12 +162,16 @@ def words(count: int, seed: int) -> list[int]:
 
 
 def ask(engine: Engine, prompt: list[int], policy: str = DEFAULT_POLICY) -> object:
-    return engine.generate([Request(prompt, policy, SamplingParams(max_tokens=1, ignore_eos=True))])[0].report
+    return engine.generate(
+        [Request(prompt, policy, SamplingParams(max_tokens=1, ignore_eos=True))]
+    )[0].report
 
 
 def test_the_engine_grafts_what_is_worth_it(model_dirs: dict[str, Path], tmp_path: Path):
     FLAT.save(tmp_path / "costs.json")
-    engine = Engine(model_dirs["qwen3"], dtype="float32", costs=tmp_path / "costs.json", exactness_weight=0.5)
+    engine = Engine(
+        model_dirs["qwen3"], dtype="float32", costs=tmp_path / "costs.json", exactness_weight=0.5
+    )
     document = words(160, 1)
     ask(engine, document, "full")
     report = ask(engine, words(20, 2) + document + words(20, 3))
@@ -169,6 +197,8 @@ def test_costs_can_be_measured(model_dirs: dict[str, Path]):
     document = words(160, 1)
     truth = Engine(model_dirs["qwen3"], dtype="float32")
     sampling = SamplingParams(max_tokens=9, ignore_eos=True)
-    expected, found = (one.generate([Request(document, "full", sampling)])[0] for one in (truth, engine))
+    expected, found = (
+        one.generate([Request(document, "full", sampling)])[0] for one in (truth, engine)
+    )
     assert found.token_ids == expected.token_ids, "nothing is left of the measurement"
     engine.check()

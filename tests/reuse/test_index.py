@@ -18,16 +18,22 @@ SCOPE, OTHER = scope_digest("m", "a"), scope_digest("m", "b")
 TOKENS = np.arange(100, 100 + 8 * SIZE)
 
 
-def offered(index: ReuseIndex, offer: BlockProvenance, num_blocks: int, pages: np.ndarray | None = None) -> np.ndarray:
+def offered(
+    index: ReuseIndex, offer: BlockProvenance, num_blocks: int, pages: np.ndarray | None = None
+) -> np.ndarray:
     if pages is None:
         pages = np.array(index.pool.allocate(8))
-    index.offer(offer, TOKENS[: num_blocks * SIZE], pages[:num_blocks], offer.depths(num_blocks, SIZE))
+    index.offer(
+        offer, TOKENS[: num_blocks * SIZE], pages[:num_blocks], offer.depths(num_blocks, SIZE)
+    )
     return pages
 
 
 def known(index: ReuseIndex, scope: bytes = SCOPE) -> list[tuple[int, int, int]]:
     free = np.ones(len(TOKENS), bool)
-    return [(m.start, m.length, m.depth) for m in index.match(TOKENS, scope, free=free, similar=False)]
+    return [
+        (m.start, m.length, m.depth) for m in index.match(TOKENS, scope, free=free, similar=False)
+    ]
 
 
 def test_the_native_pool_satisfies_the_protocol():
@@ -77,7 +83,9 @@ def test_text_beyond_the_greatest_depth_takes_no_place_among_near_duplicates():
     text = rng.integers(0, 5000, 20 * size)
     prompt = text.copy()
     prompt[::30] = rng.integers(0, 5000, len(text[::30]))  # no whole block is left as it was
-    index = ReuseIndex(PagePool(512, size), max_depth=0, similarity=Similarity(tau=0.3, candidates=1))
+    index = ReuseIndex(
+        PagePool(512, size), max_depth=0, similarity=Similarity(tau=0.3, candidates=1)
+    )
     for read, first_approximate in ((text, NEVER), *[(prompt, 0)] * 4):
         offer = BlockProvenance(SCOPE, first_approximate=first_approximate)
         pages = np.array(index.pool.allocate(20))
@@ -87,16 +95,23 @@ def test_text_beyond_the_greatest_depth_takes_no_place_among_near_duplicates():
     assert {match.depth for match in matches} == {0}
 
 
-def test_any_depth_is_a_source_by_default_and_many_are_registered_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_any_depth_is_a_source_by_default_and_many_are_registered_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+):
     index, insertions = ReuseIndex(PagePool(16, SIZE)), []
     insert = index.segments.insert
-    monkeypatch.setattr(index.segments, "insert", lambda *a, **k: insertions.append(1) or insert(*a, **k))
+    monkeypatch.setattr(
+        index.segments, "insert", lambda *a, **k: insertions.append(1) or insert(*a, **k)
+    )
     offer = BlockProvenance(SCOPE)
     offer.mark_approximate((block * SIZE, 1000 * block) for block in range(1, 8))
     offer.mark_approximate([(7 * SIZE, 10**6)])
     offered(index, offer, 8)
     assert len(insertions) == 1
-    assert known(index) == [*((block * SIZE, SIZE, 1000 * block) for block in range(7)), (7 * SIZE, SIZE, MAX_DEPTH)]
+    assert known(index) == [
+        *((block * SIZE, SIZE, 1000 * block) for block in range(7)),
+        (7 * SIZE, SIZE, MAX_DEPTH),
+    ]
     assert offer.depth == MAX_DEPTH, "nothing is deeper"
     assert index.num_too_deep == 0
 
@@ -132,7 +147,11 @@ def test_chunks_hold_exact_blocks_and_are_cut_once():
     chains = chain_hashes(TOKENS[: 6 * SIZE], SIZE, SCOPE)
     assert [where for _, where in found] == [slice(0, 3), slice(4, 6)]
     for chunk, where in found:
-        assert (chunk.source, chunk.source_start, chunk.namespace) == (1007, where.start * SIZE, "a")
+        assert (chunk.source, chunk.source_start, chunk.namespace) == (
+            1007,
+            where.start * SIZE,
+            "a",
+        )
         assert chunk.chains == tuple(chains[where])
         assert chunk.tokens.tolist() == TOKENS[where.start * SIZE : where.stop * SIZE].tolist()
     assert list(offer.chunks(TOKENS[: 6 * SIZE], is_exact, "a", 1000, 4)) == []
@@ -158,8 +177,17 @@ def register_with(num_blocks: int) -> ChunkIndex:
 
 def test_exact_blocks_are_wanted_as_far_as_the_host_can_use_them():
     register, chains = register_with(5), chain_hashes(TOKENS, SIZE, SCOPE)
-    assert list(wanted_exact(register, chains, range(8), SCOPE, contiguous=True).values()) == [0, 1, 2, 3, 4]
-    assert list(wanted_exact(register, chains, [1, 4, 7], SCOPE, contiguous=False).values()) == [1, 4]
+    assert list(wanted_exact(register, chains, range(8), SCOPE, contiguous=True).values()) == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert list(wanted_exact(register, chains, [1, 4, 7], SCOPE, contiguous=False).values()) == [
+        1,
+        4,
+    ]
     gap = [chains[0], b"x" * 32, chains[2]]
     assert list(wanted_exact(register, gap, range(3), SCOPE, contiguous=True).values()) == [0]
     assert list(wanted_exact(register, gap, range(3), SCOPE, contiguous=False).values()) == [0, 2]
@@ -170,10 +198,14 @@ def test_grafts_are_wanted_longest_run_first_and_only_where_nothing_is_known():
     register, index = register_with(6), ReuseIndex(PagePool(8, SIZE))
     prompt = np.concatenate((TOKENS[SIZE : 2 * SIZE], [5], TOKENS[2 * SIZE : 6 * SIZE]))
     free = np.ones(len(prompt), bool)
-    places = [number % 8 for number in wanted_grafts(register, index, prompt, SCOPE, free, similar=False)]
+    places = [
+        number % 8 for number in wanted_grafts(register, index, prompt, SCOPE, free, similar=False)
+    ]
     assert places == [2, 3, 4, 5, 1]
     free[SIZE:] = False
-    assert [number % 8 for number in wanted_grafts(register, index, prompt, SCOPE, free, similar=False)] == [1]
+    assert [
+        number % 8 for number in wanted_grafts(register, index, prompt, SCOPE, free, similar=False)
+    ] == [1]
     assert wanted_grafts(register, index, prompt, OTHER, free | True, similar=False) == []
 
 
@@ -191,7 +223,10 @@ def test_what_came_back_is_found_again_unless_it_is_known_often_enough():
 
 def test_what_came_back_together_stays_apart_by_scope():
     index = ReuseIndex(PagePool(64, SIZE))
-    blocks = [Block(TOKENS[at * SIZE : (at + 1) * SIZE], 9, at * SIZE, OTHER if at else SCOPE) for at in range(3)]
+    blocks = [
+        Block(TOKENS[at * SIZE : (at + 1) * SIZE], 9, at * SIZE, OTHER if at else SCOPE)
+        for at in range(3)
+    ]
     assert register_restored(index, blocks, index.pool.allocate(3)) == [True] * 3
     assert known(index) == [(0, SIZE, 0)]
     assert known(index, OTHER) == [(SIZE, 2 * SIZE, 0)]

@@ -71,8 +71,12 @@ def test_the_oldest_sources_are_forgotten(monkeypatch: pytest.MonkeyPatch):
 @examples(100)
 @given(st.data())
 def test_it_is_what_its_definition_says(data: st.DataObject):
-    spans = st.tuples(st.integers(0, 4), st.integers(0, 60), st.integers(0, 60)).map(lambda s: (s[0], *sorted(s[1:])))
-    behind: dict[int, list[Span]] = data.draw(st.dictionaries(st.integers(0, 4), st.lists(spans, max_size=4)))
+    spans = st.tuples(st.integers(0, 4), st.integers(0, 60), st.integers(0, 60)).map(
+        lambda s: (s[0], *sorted(s[1:]))
+    )
+    behind: dict[int, list[Span]] = data.draw(
+        st.dictionaries(st.integers(0, 4), st.lists(spans, max_size=4))
+    )
     drawn = st.builds(match, st.integers(0, 4), st.integers(0, 40), st.integers(1, 30))
     matches, readings = data.draw(st.lists(drawn, max_size=6)), Readings()
     for source, rows in behind.items():
@@ -89,7 +93,10 @@ def test_it_is_what_its_definition_says(data: st.DataObject):
     for number, (one, labelled) in enumerate(zip(matches, readings.label(matches), strict=True)):
         assert (labelled.start, labelled.source) == (one.start, one.source)
         for group in groups:
-            if all(one.source == o.source or was_behind(o, one.source) or was_behind(one, o.source) for o in group):
+            if all(
+                one.source == o.source or was_behind(o, one.source) or was_behind(one, o.source)
+                for o in group
+            ):
                 group.append(one)
                 break
         else:
@@ -107,12 +114,15 @@ def test_a_plan_has_the_readings():
     readings.add(2, spans_of([one]))
     plan = Plan.for_prompt(2 * LENGTH + 1, 16, matches=readings.label([one, other]))
     assert plan.graft_readings.tolist() == [1] * (2 * LENGTH)
-    assert torch.equal(plan.graft_sources, Plan.for_prompt(2 * LENGTH + 1, 16, matches=[one, other]).graft_sources)
+    assert torch.equal(
+        plan.graft_sources, Plan.for_prompt(2 * LENGTH + 1, 16, matches=[one, other]).graft_sources
+    )
 
 
 SHEETS = [
     " ".join(
-        f"the code of {vocabulary.THINGS[8 * sheet + fact]} is {vocabulary.NUMBERS[8 * sheet + fact]} ."
+        f"the code of {vocabulary.THINGS[8 * sheet + fact]} is "
+        f"{vocabulary.NUMBERS[8 * sheet + fact]} ."
         " the old market rested near the meadow ."
         for fact in range(8)
     )
@@ -126,15 +136,20 @@ def engine() -> Engine:
 
 
 def distinguished(engine: Engine, kept: tuple[int, ...]) -> list[int]:
-    """Tokens that are recomputed since alike texts differ, by turn of a conversation that brings a text in each and
-    keeps so many of them."""
+    """Tokens that are recomputed since alike texts differ, by turn of a conversation that brings a
+    text in each and keeps so many of them."""
     engine.clear_cache()
     found = []
     for turn, count in enumerate(kept):
         texts = [Segment(text) for text in SHEETS[turn + 1 - count : turn + 1]]
         parts = ["read this : ", *texts, " question : code of lamp ? answer :"]
         [result] = engine.generate([Request(parts, "spread", SamplingParams(max_tokens=1))])
-        assert result.report.grafted_tokens or result.report.prefix_tokens or result.report.continued_tokens or not turn
+        assert (
+            result.report.grafted_tokens
+            or result.report.prefix_tokens
+            or result.report.continued_tokens
+            or not turn
+        )
         found.append(result.report.counts.get("distinguishing_tokens", 0))
     return found
 
@@ -152,7 +167,9 @@ def test_texts_that_a_conversation_has_read_one_behind_the_other_are_told_apart(
 def test_texts_that_were_read_alone_are_not(engine: Engine):
     engine.clear_cache()
     for number, text in enumerate(SHEETS[:3]):
-        engine.generate([Request([f"note {number} : ", Segment(text)], "full", SamplingParams(max_tokens=1))])
+        engine.generate(
+            [Request([f"note {number} : ", Segment(text)], "full", SamplingParams(max_tokens=1))]
+        )
     parts = ["read this : ", *map(Segment, SHEETS[:3]), " question : code of lamp ? answer :"]
     [result] = engine.generate([Request(parts, "spread", SamplingParams(max_tokens=1))])
     assert result.report.counts["distinguishing_tokens"] > 0

@@ -4,7 +4,14 @@ import pytest
 from kvgraft.kv.pages import PagePool
 from kvgraft.reuse.index import ReuseIndex
 from kvgraft.reuse.provenance import BlockProvenance
-from kvgraft.reuse.refresh import LEAST_TOKENS, LEAST_USES, NAMESPACES, Allowance, Refresh, TextToRead
+from kvgraft.reuse.refresh import (
+    LEAST_TOKENS,
+    LEAST_USES,
+    NAMESPACES,
+    Allowance,
+    Refresh,
+    TextToRead,
+)
 from kvgraft.segments.keys import scope_digest
 
 SIZE = 16
@@ -25,7 +32,11 @@ def refresh(index: ReuseIndex) -> Refresh:
 
 
 def known(
-    index: ReuseIndex, *, first_approximate: int = 0, tokens: np.ndarray = TOKENS, scope: bytes = SCOPE
+    index: ReuseIndex,
+    *,
+    first_approximate: int = 0,
+    tokens: np.ndarray = TOKENS,
+    scope: bytes = SCOPE,
 ) -> list[int]:
     """Pages of a prompt that is approximate from this block on, and has ended."""
     offer, count = BlockProvenance(scope), len(tokens) // SIZE
@@ -38,13 +49,19 @@ def known(
 
 
 def use(
-    refresh: Refresh, pages: list[int], times: int = LEAST_USES, scope: bytes = SCOPE, namespace: str = "a"
+    refresh: Refresh,
+    pages: list[int],
+    times: int = LEAST_USES,
+    scope: bytes = SCOPE,
+    namespace: str = "a",
 ) -> None:
     for _ in range(times):
         refresh.note(scope, namespace, pages)
 
 
-def chosen(refresh: Refresh, most_tokens: int = LONGEST, longest: int = LONGEST) -> tuple[str, list[int]] | None:
+def chosen(
+    refresh: Refresh, most_tokens: int = LONGEST, longest: int = LONGEST
+) -> tuple[str, list[int]] | None:
     text = refresh.choose(most_tokens, longest)
     assert text is None or isinstance(text, TextToRead)
     return text and (text.namespace, text.tokens.tolist())
@@ -58,7 +75,9 @@ def test_what_is_grafted_again_and_approximate_is_chosen_whole(index: ReuseIndex
     pages = known(index, first_approximate=3)
     assert chosen(refresh) is None, "nobody has used it"
     use(refresh, pages[2:10])
-    assert chosen(refresh) == ("a", blocks(3, 10)), "block 2 is exact, those from 10 on are not used"
+    assert chosen(refresh) == ("a", blocks(3, 10)), (
+        "block 2 is exact, those from 10 on are not used"
+    )
 
 
 def test_it_is_not_chosen_for_ever(index: ReuseIndex, refresh: Refresh):
@@ -90,7 +109,9 @@ def test_exact_text_of_another_namespace_does_not_count(index: ReuseIndex, refre
     assert chosen(refresh) == ("a", TOKENS.tolist())
 
 
-def test_a_text_is_of_the_namespace_that_it_was_read_in_whoever_uses_it(index: ReuseIndex, refresh: Refresh):
+def test_a_text_is_of_the_namespace_that_it_was_read_in_whoever_uses_it(
+    index: ReuseIndex, refresh: Refresh
+):
     theirs = known(index, scope=OTHER)
     use(refresh, theirs)
     assert chosen(refresh) is None, "nobody has said whose it is"
@@ -107,7 +128,9 @@ def test_the_most_used_comes_first_and_then_the_next(index: ReuseIndex, refresh:
     assert [chosen(refresh), chosen(refresh)] == [("a", often.tolist()), ("a", rarely.tolist())]
 
 
-def test_a_text_that_is_too_long_waits_and_one_that_fits_no_prompt_is_cut(index: ReuseIndex, refresh: Refresh):
+def test_a_text_that_is_too_long_waits_and_one_that_fits_no_prompt_is_cut(
+    index: ReuseIndex, refresh: Refresh
+):
     pages = known(index)
     use(refresh, pages)
     assert chosen(refresh, most_tokens=BLOCKS * SIZE - 1) is None
@@ -124,7 +147,9 @@ def test_pieces_are_left(index: ReuseIndex, refresh: Refresh):
     assert chosen(refresh) == ("a", blocks(0, least))
 
 
-def test_what_is_gone_is_not_chosen_and_uses_of_a_page_are_uses_of_its_content(index: ReuseIndex, refresh: Refresh):
+def test_what_is_gone_is_not_chosen_and_uses_of_a_page_are_uses_of_its_content(
+    index: ReuseIndex, refresh: Refresh
+):
     pages = known(index)
     use(refresh, pages, 5)
     index.pool.forget(pages)
@@ -139,10 +164,15 @@ def test_what_is_gone_is_not_chosen_and_uses_of_a_page_are_uses_of_its_content(i
 def test_two_texts_of_one_prompt_are_two(index: ReuseIndex, refresh: Refresh):
     pages = known(index)
     use(refresh, [*pages[:4], *pages[6:]])
-    assert {str(chosen(refresh)), str(chosen(refresh))} == {str(("a", blocks(0, 4))), str(("a", blocks(6, BLOCKS)))}
+    assert {str(chosen(refresh)), str(chosen(refresh))} == {
+        str(("a", blocks(0, 4))),
+        str(("a", blocks(6, BLOCKS))),
+    }
 
 
-def test_namespaces_that_have_not_grafted_for_long_are_forgotten(index: ReuseIndex, refresh: Refresh):
+def test_namespaces_that_have_not_grafted_for_long_are_forgotten(
+    index: ReuseIndex, refresh: Refresh
+):
     pages = known(index)
     use(refresh, pages)
     for number in range(NAMESPACES):

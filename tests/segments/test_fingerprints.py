@@ -10,12 +10,16 @@ from kvgraft.segments.keys import scope_digest
 
 SCOPE, OTHER = scope_digest("model", ""), scope_digest("model", "other")
 LONG = np.random.default_rng(0).integers(0, 256, 40_000).astype(np.uint8).tobytes()
-TEXTS = st.builds(lambda start, size: LONG[start : start + size], st.integers(0, 35_000), st.integers(0, 4000))
+TEXTS = st.builds(
+    lambda start, size: LONG[start : start + size], st.integers(0, 35_000), st.integers(0, 4000)
+)
 
 
 @settings(max_examples=50, deadline=None)
 @given(before=TEXTS, text=TEXTS, behind=TEXTS)
-def test_equal_text_has_equal_fingerprints_wherever_it_stands(before: bytes, text: bytes, behind: bytes):
+def test_equal_text_has_equal_fingerprints_wherever_it_stands(
+    before: bytes, text: bytes, behind: bytes
+):
     alone, inside = Fingerprints.of(text, SCOPE), Fingerprints.of(before + text + behind, SCOPE)
     here = (inside.places >= len(before)) & (inside.places + WINDOW <= len(before) + len(text))
     assert np.array_equal(inside.values[here], alone.values)
@@ -29,7 +33,9 @@ def test_joined_texts_are_each_as_on_their_own(texts: list[bytes]):
     parts = [Fingerprints.of(text, SCOPE) for text in texts]
     joined, whole = Fingerprints.joined(parts), Fingerprints.of(b"".join(texts), SCOPE)
     assert joined.num_bytes == whole.num_bytes
-    assert np.isin(joined.places, whole.places).all(), "of the whole there may be more, across borders"
+    assert np.isin(joined.places, whole.places).all(), (
+        "of the whole there may be more, across borders"
+    )
     assert np.array_equal(joined.values, whole.values[np.isin(whole.places, joined.places)])
 
 
@@ -52,7 +58,9 @@ def test_a_chain_names_what_is_before(shared: bytes, one: bytes, other: bytes):
     ab, ba = Fingerprints.joined([base, a]), Fingerprints.joined([base, b])
     count = len(base.values)
     assert np.array_equal(ab.chain()[:count], base.chain())
-    same = count + sum(np.cumprod([x == y for x, y in zip(a.values, b.values, strict=False)]).tolist())
+    same = count + sum(
+        np.cumprod([x == y for x, y in zip(a.values, b.values, strict=False)]).tolist()
+    )
     assert np.array_equal(np.isin(ab.chain(), ba.chain()), np.arange(len(ab.values)) < same)
 
 
@@ -62,18 +70,25 @@ def test_more_that_is_known_is_more_text(text: bytes, data: st.DataObject):
     prints = Fingerprints.of(text, SCOPE)
     count = len(prints.values)
     known = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)), bool)
-    fewer = known & np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)), bool)
-    none, some, more, every = prints.known_bytes(np.array([known & False, fewer, known, known | True])).tolist()
+    fewer = known & np.array(
+        data.draw(st.lists(st.booleans(), min_size=count, max_size=count)), bool
+    )
+    none, some, more, every = prints.known_bytes(
+        np.array([known & False, fewer, known, known | True])
+    ).tolist()
     assert 0 == none <= some <= more <= every <= len(text)
 
 
 def test_neighbours_that_are_too_far_from_each_other_say_nothing_of_what_lies_between():
-    prints = Fingerprints(np.array([0, FARTHEST, 3 * FARTHEST]), np.arange(3, dtype=np.uint64), 4 * FARTHEST)
+    prints = Fingerprints(
+        np.array([0, FARTHEST, 3 * FARTHEST]), np.arange(3, dtype=np.uint64), 4 * FARTHEST
+    )
     assert prints.known_bytes(np.ones(3, bool)) == FARTHEST + 2 * WINDOW
 
 
 def test_text_that_repeats_itself_has_few():
-    """Of a run of one letter all windows are equal: of 250 such runs the scope would choose all of about two."""
+    """Of a run of one letter all windows are equal: of 250 such runs the scope would choose all of
+    about two."""
     runs = [bytes([first, second]) * 5000 for first in range(65, 90) for second in range(65, 75)]
     runs += [bytes([letter]) * 10_000 for letter in range(250)]
     assert sum(len(Fingerprints.of(run, SCOPE).values) for run in runs) > 0, "none is in danger"

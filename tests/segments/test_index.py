@@ -40,11 +40,15 @@ class Pool:
     def add(self, tokens, source, *, source_start=0, scope=SCOPE, **options):
         """Write tokens to new pages and name the full blocks; returns (pages, entry ids)."""
         tokens = np.asarray(tokens, np.int32)
-        blocks = tokens[: len(tokens) // self.block_size * self.block_size].reshape(-1, self.block_size)
+        blocks = tokens[: len(tokens) // self.block_size * self.block_size].reshape(
+            -1, self.block_size
+        )
         pages = self.used + np.random.default_rng(self.used).permutation(len(blocks))
         self.used += len(blocks)
         self.content[pages], self.owner[pages] = blocks, source
-        self.sources[source] = np.concatenate((self.sources.get(source, tokens[:0])[:source_start], tokens))
+        self.sources[source] = np.concatenate(
+            (self.sources.get(source, tokens[:0])[:source_start], tokens)
+        )
         versions = self.versions[pages]
         options |= {"source": source, "source_start": source_start, "scope": scope}
         return pages, self.index.insert(blocks.reshape(-1), pages, versions, **options)
@@ -54,7 +58,8 @@ class Pool:
         self.content[pages] = -7
 
     def check(self, prompt, matches):
-        """Every match reads its own tokens, at the claimed place of one source; none overlap. Returns the cover."""
+        """Every match reads its own tokens, at the claimed place of one source; none overlap.
+        Returns the cover."""
         covered = np.zeros(len(prompt), bool)
         for match in matches:
             span = slice(match.start, match.start + match.length)
@@ -100,7 +105,11 @@ def test_any_offset_matching_finds_every_aligned_block(data, block_size):
         last = data.draw(st.integers(first, len(tokens)))
         offset = sum(map(len, pieces)) - first
         full = len(tokens) // block_size * block_size
-        aligned += [offset + at for at in range(0, full, block_size) if first <= at and at + block_size <= last]
+        aligned += [
+            offset + at
+            for at in range(0, full, block_size)
+            if first <= at and at + block_size <= last
+        ]
         pieces.append(tokens[first:last])
     prompt = np.concatenate(pieces)
     for matches in (blocks_only(pool, prompt), pool.index.match(prompt, SCOPE)):
@@ -116,8 +125,14 @@ def greedy_reference(pool, held, prompt, free):
     while True:
         best = None
         for source, diagonal in {(source, at - start) for source, at, _, start, _ in held}:
-            line = {start: entry for s, at, entry, start, _ in held if s == source and at - start == diagonal}
-            line = {start: entry for start, entry in line.items() if free[start : start + size].all()}
+            line = {
+                start: entry
+                for s, at, entry, start, _ in held
+                if s == source and at - start == diagonal
+            }
+            line = {
+                start: entry for start, entry in line.items() if free[start : start + size].all()
+            }
             for start in line:
                 if start - size in line:
                     continue
@@ -145,9 +160,14 @@ def test_claims_equal_the_plain_greedy_rule_on_repetitive_text(data, block_size,
         for block, (page, entry) in enumerate(zip(pages, ids, strict=True)):
             at = block * block_size
             for start in range(len(prompt) - block_size + 1):
-                if entry >= 0 and prompt[start : start + block_size].tolist() == tokens[at : at + block_size]:
+                if (
+                    entry >= 0
+                    and prompt[start : start + block_size].tolist() == tokens[at : at + block_size]
+                ):
                     held.append((source, at, int(entry), start, page))
-    free = np.array(data.draw(st.lists(st.booleans(), min_size=len(prompt), max_size=len(prompt))), bool)
+    free = np.array(
+        data.draw(st.lists(st.booleans(), min_size=len(prompt), max_size=len(prompt))), bool
+    )
     for mask in (free, np.ones(len(prompt), bool)):
         matches = blocks_only(pool, prompt, free=mask)
         pool.check(prompt, matches)
@@ -256,7 +276,9 @@ def test_one_page_may_be_named_in_two_scopes():
     pool = Pool()
     tokens = rng_tokens(8)
     pages, ids = pool.add(tokens, source=1)
-    other = pool.index.insert(tokens, pages, pool.versions[pages], source=1, source_start=0, scope=OTHER_SCOPE)
+    other = pool.index.insert(
+        tokens, pages, pool.versions[pages], source=1, source_start=0, scope=OTHER_SCOPE
+    )
     assert not set(ids) & set(other)
     assert pool.index.match(tokens, OTHER_SCOPE)[0].pages.tolist() == pages.tolist()
 
@@ -311,7 +333,9 @@ def test_turnover_of_pages_does_not_grow_the_index():
         pages = np.arange(16) + 16 * (turn % 4)
         pool.recycle(pages)
         tokens = rng_tokens(64, seed=turn)
-        pool.index.insert(tokens, pages, pool.versions[pages], source=turn, source_start=0, scope=SCOPE)
+        pool.index.insert(
+            tokens, pages, pool.versions[pages], source=turn, source_start=0, scope=SCOPE
+        )
         assert pool.index.match(tokens, SCOPE)[0].length == 64
     assert 64 <= len(pool.index) <= 2 * 64
     pool.index.discard_stale()
@@ -325,10 +349,15 @@ def test_approximate_blocks_are_sources_only_on_request():
     _, ids = pool.add(tokens[8:16], 1, source_start=8, after=int(ids[-1]), depth=1)
     pool.add(tokens[16:], 1, source_start=16, after=int(ids[-1]))
     exact = pool.index.match(tokens, SCOPE)
-    assert spans(exact) == [(0, 8, 0), (16, 8, 16)]  # neither a run nor an extension enters the approximate blocks
+    # neither a run nor an extension enters the approximate blocks
+    assert spans(exact) == [(0, 8, 0), (16, 8, 16)]
     assert {match.depth for match in exact} == {0}
     matches = pool.index.match(tokens, SCOPE, max_depth=1)
-    assert [(match.start, match.length, match.depth) for match in matches] == [(0, 8, 0), (8, 8, 1), (16, 8, 0)]
+    assert [(match.start, match.length, match.depth) for match in matches] == [
+        (0, 8, 0),
+        (8, 8, 1),
+        (16, 8, 0),
+    ]
     (edge,) = pool.index.match(tokens[4:10], SCOPE, max_depth=1)
     assert (edge.length, edge.depth) == (4, 0), "not for a part of a block"
 
@@ -342,7 +371,8 @@ def test_clean_context_takes_only_what_its_source_began_with():
     assert pool.index.match(prompt, SCOPE, require_clean_context=True) == []
     pool.add(document[:16], source=2)
     assert spans(pool.index.match(prompt, SCOPE, require_clean_context=True)) == [(5, 16, 0)]
-    both = np.concatenate([rng_tokens(3, seed=4), hostile, document])  # here the context stands in the prompt as well
+    # here the context stands in the prompt as well
+    both = np.concatenate([rng_tokens(3, seed=4), hostile, document])
     assert spans(pool.index.match(both, SCOPE, require_clean_context=True)) == [(3, 32, 0)]
 
 
@@ -383,7 +413,9 @@ def test_a_page_known_again_keeps_its_id_and_the_greater_depth():
 def test_a_page_under_a_new_version_is_another_entry():
     index = VirtualBlockIndex(4, lambda pages, versions: np.ones(len(pages), bool))
     options = {"source": 1, "source_start": 0, "scope": SCOPE}
-    assert [int(index.insert(np.arange(4), [0], [version], **options)[0]) for version in (0, 1, 0)] == [0, 1, 0]
+    assert [
+        int(index.insert(np.arange(4), [0], [version], **options)[0]) for version in (0, 1, 0)
+    ] == [0, 1, 0]
 
 
 def test_max_sources_bounds_live_entries_of_one_content():
@@ -412,9 +444,13 @@ def test_rolling_hash_collisions_change_nothing(monkeypatch):
 
     expected = build_and_match()
     assert expected == ([(0, 37, 3), (40, 65, 5)], [{3}, {1}])
-    monkeypatch.setattr(index_module, "block_hashes", lambda blocks, scope: np.zeros(len(blocks), np.uint64))
     monkeypatch.setattr(
-        index_module, "window_hashes", lambda tokens, size, scope: np.zeros(max(len(tokens) - size + 1, 0), np.uint64)
+        index_module, "block_hashes", lambda blocks, scope: np.zeros(len(blocks), np.uint64)
+    )
+    monkeypatch.setattr(
+        index_module,
+        "window_hashes",
+        lambda tokens, size, scope: np.zeros(max(len(tokens) - size + 1, 0), np.uint64),
     )
     assert build_and_match() == expected
 
@@ -512,7 +548,9 @@ def test_hash_table_equals_a_dict_through_growth_and_removal(operations):
     for adds, count, num_keys in operations:
         if adds:
             ids = np.arange(next_id, next_id + count, dtype=np.int32)
-            keys = rng.integers(0, num_keys, count, dtype=np.uint64) << np.uint64(rng.integers(0, 50))
+            keys = rng.integers(0, num_keys, count, dtype=np.uint64) << np.uint64(
+                rng.integers(0, 50)
+            )
             next_id += count
             table.insert(keys, ids)
             oracle |= dict(zip(ids.tolist(), keys.tolist(), strict=True))
@@ -545,9 +583,17 @@ def test_blocks_of_a_lesser_depth_come_first_however_short_their_runs_are():
     pool.add(tokens[8:20], source=3, depth=1)
     assert spans(pool.index.match(tokens, SCOPE)) == [(4, 8, 0)]
     matches = pool.index.match(tokens, SCOPE, max_depth=1)
-    assert [(match.start, match.length, match.depth) for match in matches] == [(4, 8, 0), (12, 8, 1)]
+    assert [(match.start, match.length, match.depth) for match in matches] == [
+        (4, 8, 0),
+        (12, 8, 1),
+    ]
     matches = pool.index.match(tokens, SCOPE, max_depth=2)
-    assert [(m.start, m.length, m.depth) for m in matches] == [(0, 4, 2), (4, 8, 0), (12, 8, 1), (20, 4, 2)]
+    assert [(m.start, m.length, m.depth) for m in matches] == [
+        (0, 4, 2),
+        (4, 8, 0),
+        (12, 8, 1),
+        (20, 4, 2),
+    ]
 
 
 def test_prompts_cost_as_much_however_many_depths_there_are():
@@ -556,14 +602,19 @@ def test_prompts_cost_as_much_however_many_depths_there_are():
     with patch.object(pool.index, "_claim", wraps=pool.index._claim) as claims:
         matches = pool.index.match(text, SCOPE, max_depth=MAX_DEPTH)
     assert claims.call_count == 8
-    assert [(match.start, match.depth) for match in matches] == [*((4 * depth, depth) for depth in range(7)), (28, 299)]
+    assert [(match.start, match.depth) for match in matches] == [
+        *((4 * depth, depth) for depth in range(7)),
+        (28, 299),
+    ]
     assert pool.check(text, matches).all()
 
 
 def test_blocks_of_one_insertion_have_depths_of_their_own():
     pool, text = Pool(max_sources=1), rng_tokens(4)
     _, ids = pool.add(np.tile(text, 3), source=1, depth=np.array([2, 0, 1]))
-    assert (ids >= 0).tolist() == [False, True, False], "a lesser depth is not kept out by a greater one"
+    assert (ids >= 0).tolist() == [False, True, False], (
+        "a lesser depth is not kept out by a greater one"
+    )
     pool.add(text, source=2, depth=MAX_DEPTH)
     assert pool.index.match(text, SCOPE)[0].depth == 0
     with pytest.raises(ValueError, match="depth is"):
@@ -612,8 +663,14 @@ def test_what_has_lost_a_part_of_its_kv_is_no_source_and_keeps_nobody_out():
         return ~np.isin(pages, first[1:3])
 
     assert pool.index.match(text, SCOPE)[0].length == 16
-    assert spans(pool.index.match(text[:14], SCOPE, is_whole=is_whole)) == [(0, 4, 0)], "nor is a part of its block"
+    assert spans(pool.index.match(text[:14], SCOPE, is_whole=is_whole)) == [(0, 4, 0)], (
+        "nor is a part of its block"
+    )
     assert spans(pool.index.match(text, SCOPE, is_whole=is_whole)) == [(0, 4, 0), (12, 4, 12)]
     _, ids = pool.add(text, 1, is_whole=is_whole)
     assert (ids >= 0).tolist() == [False, True, True, False]
-    assert spans(pool.index.match(text, SCOPE, is_whole=is_whole)) == [(0, 4, 0), (4, 8, 4), (12, 4, 12)]
+    assert spans(pool.index.match(text, SCOPE, is_whole=is_whole)) == [
+        (0, 4, 0),
+        (4, 8, 4),
+        (12, 4, 12),
+    ]

@@ -43,7 +43,8 @@ def test_window_hashes_depend_on_tokens_order_and_scope():
 def test_window_hashes_spread_over_all_bits():
     hashes = window_hashes(np.arange(100_000, dtype=np.int32), 16, SCOPE)
     assert len(np.unique(hashes)) == len(hashes)
-    for shift in (0, 24, 48):  # every part of the word fills 2^16 buckets as 100,000 random values would
+    # every part of the word fills 2^16 buckets as 100,000 random values would
+    for shift in (0, 24, 48):
         occupied = len(np.unique((hashes >> np.uint64(shift)) & np.uint64(0xFFFF)))
         assert occupied == pytest.approx(65536 * (1 - np.exp(-len(hashes) / 65536)), rel=0.02)
 

@@ -68,7 +68,9 @@ def test_pages_to_be_spared_are_not_shed():
     pool.hit_counts[pages] = [0, 1, 2]
     assert pinned.num_sheddable("a", spare={pages[0]}) == 2
     assert pinned.shed("a", num_needed=3, spare={pages[0]}) == 2
-    assert {entry.name: (entry.pages, entry.num_shed) for entry in pinned.list()} == {"one": ((pages[0],), 2)}
+    assert {entry.name: (entry.pages, entry.num_shed) for entry in pinned.list()} == {
+        "one": ((pages[0],), 2)
+    }
     pool.check([pages[:1]])
 
 
@@ -109,7 +111,9 @@ def test_an_owner_takes_its_share_of_the_capacity_in_all_its_namespaces_together
     pinned.insert("one", "a/x", pages[:3], owner="a", quota=0.5)
     pinned.insert("two", "a/y", pages[3:5], owner="a", quota=0.5)
     for namespace in ("a/x", "a/y", "a/z"):
-        with pytest.raises(ValueError, match=r"1 pinned pages, but its owner has 5 of at most 5, a share of 0\.5"):
+        with pytest.raises(
+            ValueError, match=r"1 pinned pages, but its owner has 5 of at most 5, a share of 0\.5"
+        ):
             pinned.insert("more", namespace, pages[5:6], owner="a", quota=0.5)
     assert pool.ref_count(pages[5]) == 0
     pinned.insert("one", "a/x", pages[5:8], owner="a", quota=0.5)  # in the place of the first

@@ -8,7 +8,9 @@ from transformers import PreTrainedTokenizerFast
 
 from kvgraft.segments.prompt import Segment, parse_markers, render_chat, split_at_anchors, tokenise
 
-VOCABULARY = {token: number for number, token in enumerate(["a", "b", "c", "ab", "bc", "abc", "<pad>"])}
+VOCABULARY = {
+    token: number for number, token in enumerate(["a", "b", "c", "ab", "bc", "abc", "<pad>"])
+}
 PAD, BOS = VOCABULARY["<pad>"], 99
 TOKENIZER = Tokenizer(BPE(VOCABULARY, [("a", "b"), ("b", "c"), ("ab", "c")]))
 
@@ -22,7 +24,9 @@ def encode(text: str) -> list[int]:
 
 @given(letters, segments, letters)
 @settings(deadline=None, derandomize=True)
-def test_token_ids_of_a_segment_do_not_depend_on_its_neighbours(left: str, segment: Segment, right: str) -> None:
+def test_token_ids_of_a_segment_do_not_depend_on_its_neighbours(
+    left: str, segment: Segment, right: str
+) -> None:
     prompt = tokenise([left, segment, right], encode, prefix_ids=[BOS])
     [(start, stop)] = prompt.segments
     assert prompt.token_ids[start:stop].tolist() == encode(segment.text)
@@ -48,7 +52,9 @@ def test_padding_aligns_both_ends_of_segments_and_adds_nothing_else(
     ids = padded.token_ids
     assert ids[ids != PAD].tolist() == plain.token_ids.tolist()
     assert len(padded.segments) == sum(isinstance(part, Segment) for part in given_parts)
-    for (start, stop), (plain_start, plain_stop) in zip(padded.segments, plain.segments, strict=True):
+    for (start, stop), (plain_start, plain_stop) in zip(
+        padded.segments, plain.segments, strict=True
+    ):
         assert start % block_size == 0
         assert ids[start:stop].tolist() == plain.token_ids[plain_start:plain_stop].tolist()
         end = stop + -stop % block_size
@@ -78,7 +84,9 @@ def test_a_prompt_without_tokens_is_refused(parts: str | list) -> None:
         tokenise(parts, encode, prefix_ids=[BOS])
 
 
-@pytest.mark.parametrize("options", [{"pad_id": 0}, {"block_size": 16}, {"block_size": 0, "pad_id": 0}])
+@pytest.mark.parametrize(
+    "options", [{"pad_id": 0}, {"block_size": 16}, {"block_size": 0, "pad_id": 0}]
+)
 def test_padding_that_cannot_work_is_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="both or neither"):
         tokenise("a", encode, **options)
@@ -143,7 +151,10 @@ def chat_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
 
 
 def test_chat_is_rendered_by_the_template_and_keeps_markers() -> None:
-    messages = [{"role": "system", "content": "<|reuse|>doc<|/reuse|>"}, {"role": "user", "content": "q"}]
+    messages = [
+        {"role": "system", "content": "<|reuse|>doc<|/reuse|>"},
+        {"role": "user", "content": "q"},
+    ]
     text = render_chat(chat_tokenizer(TEMPLATE), messages)
     assert parse_markers(text) == ["[system]", Segment("doc"), "[user]q[assistant]"]
 
@@ -152,7 +163,11 @@ def test_chat_is_rendered_by_the_template_and_keeps_markers() -> None:
     ("template", "message", "reason"),
     [
         (None, {"role": "user", "content": "q"}, "no chat template"),
-        (TEMPLATE, {"role": "root", "content": "q"}, "message 0, role 'root': allowed are system, user"),
+        (
+            TEMPLATE,
+            {"role": "root", "content": "q"},
+            "message 0, role 'root': allowed are system, user",
+        ),
         (TEMPLATE, {"role": "user"}, "message 0: must have"),
         (TEMPLATE, {"role": "user", "content": ["q"]}, "message 0: must have"),
         (TEMPLATE, {"role": "user", "content": "q", "name": "x"}, "message 0: must have"),

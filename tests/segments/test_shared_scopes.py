@@ -25,18 +25,23 @@ class Library:
 
     def read(self, tokens: np.ndarray, scope: bytes) -> np.ndarray:
         """Name the full blocks of a text in a scope; returns their pages."""
-        blocks = tokens[: len(tokens) // self.block_size * self.block_size].reshape(-1, self.block_size)
+        blocks = tokens[: len(tokens) // self.block_size * self.block_size].reshape(
+            -1, self.block_size
+        )
         pages = len(self.live) + np.arange(len(blocks))
         self.content = np.concatenate((self.content, blocks))
         self.owner = np.append(self.owner, [scope] * len(blocks))
         self.live = np.append(self.live, np.ones(len(blocks), bool))
         self.num_sources += 1
         versions = np.zeros(len(blocks), np.int64)
-        self.index.insert(blocks.ravel(), pages, versions, source=self.num_sources, source_start=0, scope=scope)
+        self.index.insert(
+            blocks.ravel(), pages, versions, source=self.num_sources, source_start=0, scope=scope
+        )
         return pages
 
     def match(self, prompt: np.ndarray, *scopes: bytes, similar: bool = False) -> list[Match]:
-        """What a prompt of the first scope finds that may read the others: each match is what it says it is."""
+        """What a prompt of the first scope finds that may read the others: each match is what it
+        says it is."""
         free = np.ones(len(prompt), bool)
         matches = self.index.match(prompt, scopes[0], shared=scopes[1:], free=free, similar=similar)
         for match in matches:
@@ -45,7 +50,9 @@ class Library:
             free[span] = False
             slots = grafted_tokens([match], self.block_size)[1]
             np.testing.assert_array_equal(self.content.ravel()[slots], prompt[span])
-            assert {*self.owner[match.pages]} <= {*scopes}, "text of a scope that is neither its own nor shared"
+            assert {*self.owner[match.pages]} <= {*scopes}, (
+                "text of a scope that is neither its own nor shared"
+            )
             assert self.live[match.pages].all()
         return matches
 
@@ -57,7 +64,12 @@ def words(count: int, seed: int) -> np.ndarray:
 def test_text_is_found_in_the_scopes_that_are_shared_and_in_no_other():
     library, text = Library(), words(64, 1)
     library.read(text, WIKI)
-    assert library.match(text, OWN) == library.match(text, OWN, LAW) == library.match(text, HIDDEN, OWN, LAW) == []
+    assert (
+        library.match(text, OWN)
+        == library.match(text, OWN, LAW)
+        == library.match(text, HIDDEN, OWN, LAW)
+        == []
+    )
     for scopes in ((WIKI,), (OWN, WIKI), (OWN, LAW, WIKI)):
         assert [(match.start, match.length) for match in library.match(text, *scopes)] == [(0, 64)]
 
@@ -70,7 +82,9 @@ def test_a_scope_reads_what_is_shared_with_it_and_shares_nothing():
 
 
 @pytest.mark.parametrize("first_read", [OWN, WIKI, LAW], ids=["own", "wiki", "law"])
-def test_of_equally_long_text_the_own_one_is_taken_and_then_in_the_order_of_the_grants(first_read: bytes):
+def test_of_equally_long_text_the_own_one_is_taken_and_then_in_the_order_of_the_grants(
+    first_read: bytes,
+):
     library, text = Library(), words(64, 1)
     for scope in sorted((OWN, WIKI, LAW), key=lambda scope: scope != first_read):
         library.read(text, scope)
@@ -92,13 +106,17 @@ def test_the_longest_known_text_wins_whosever_it_is():
 
 
 def test_a_run_grows_in_its_own_scope_only():
-    """The block behind what is known in one scope is known in another one: it is a match of its own."""
+    """The block behind what is known in one scope is known in another one: it is a match of its
+    own."""
     library, text = Library(), words(64, 1)
     library.read(text[:32], OWN)
     library.read(text[32:], WIKI)
     prompt = text[4:60]
     assert [match.length for match in library.match(prompt, OWN)] == [28]
-    assert [(match.start, match.length) for match in library.match(prompt, OWN, WIKI)] == [(0, 28), (28, 28)]
+    assert [(match.start, match.length) for match in library.match(prompt, OWN, WIKI)] == [
+        (0, 28),
+        (28, 28),
+    ]
 
 
 def test_near_duplicates_are_shared_like_identical_text():
@@ -111,7 +129,9 @@ def test_near_duplicates_are_shared_like_identical_text():
     found = sum(match.length for match in library.match(edited, OWN, WIKI, similar=True))
     assert found == sum(match.length for match in library.match(edited, WIKI, similar=True)) > 300
     library.read(text[:320], OWN)
-    found_in = [library.owner[match.pages[0]] for match in library.match(edited, OWN, WIKI, similar=True)]
+    found_in = [
+        library.owner[match.pages[0]] for match in library.match(edited, OWN, WIKI, similar=True)
+    ]
     assert {*found_in} == {OWN, WIKI}
 
 
@@ -122,12 +142,15 @@ def test_a_scope_counts_once(scopes: tuple[bytes, ...]):
 
 
 def test_no_lookup_of_many_leaves_what_is_its_own_or_shared():
-    """Texts that several of many scopes have read, at different offsets; prompts made of pieces of them."""
+    """Texts that several of many scopes have read, at different offsets; prompts made of pieces of
+    them."""
     rng, library = np.random.default_rng(7), Library()
     scopes = [scope_digest("model", str(number)) for number in range(16)]
     texts = [words(rng.integers(24, 120), seed) for seed in range(60)]
     pages = [
-        library.read(np.concatenate((words(rng.integers(0, 12), 1000 + place), texts[place])), scopes[reader])
+        library.read(
+            np.concatenate((words(rng.integers(0, 12), 1000 + place), texts[place])), scopes[reader]
+        )
         for place in range(len(texts))
         for reader in rng.choice(len(scopes), rng.integers(1, 6), replace=False)
     ]
@@ -149,4 +172,6 @@ def test_no_lookup_of_many_leaves_what_is_its_own_or_shared():
         if turn % 10 == 9:
             library.live[pages.pop(int(rng.integers(len(pages))))] = False
     assert num_lookups > 100_000
-    assert min(*num_tokens.values(), num_withheld) > 2000, "there was something to find, and something to withhold"
+    assert min(*num_tokens.values(), num_withheld) > 2000, (
+        "there was something to find, and something to withhold"
+    )

@@ -1,4 +1,5 @@
-"""Stores that share a place, as servers on several machines do: what they find, and what becomes of every failure."""
+"""Stores that share a place, as servers on several machines do: what they find, and what becomes of
+every failure."""
 
 import logging
 import os
@@ -51,12 +52,30 @@ def url(request, tmp_path):
     return f"file://{tmp_path / 'shared'}" if request.param == "file" else f"memory://{tmp_path}"
 
 
-def share(url, *, secret=SECRET, directory=None, ram_bytes=ROOM, timeout_s=20.0, rank=None, int8=False, **place):
-    """A store that shares a place, on a machine of its own; it waits long, as this machine may be busy."""
-    tier = Sharing(url, secret, rank, timeout_s, **({"capacity": ROOM, "quota": 1.0} | place)).open()
+def share(
+    url,
+    *,
+    secret=SECRET,
+    directory=None,
+    ram_bytes=ROOM,
+    timeout_s=20.0,
+    rank=None,
+    int8=False,
+    **place,
+):
+    """A store that shares a place, on a machine of its own; it waits long, as this machine may be
+    busy."""
+    tier = Sharing(
+        url, secret, rank, timeout_s, **({"capacity": ROOM, "quota": 1.0} | place)
+    ).open()
     disk_bytes = ROOM if directory else 0
     return SegmentStore(
-        block_size=SIZE, ram_bytes=ram_bytes, directory=directory, disk_bytes=disk_bytes, int8=int8, shared=tier
+        block_size=SIZE,
+        ram_bytes=ram_bytes,
+        directory=directory,
+        disk_bytes=disk_bytes,
+        int8=int8,
+        shared=tier,
     )
 
 
@@ -81,7 +100,11 @@ def look(store):
 
 
 def misses(store):
-    return {reason: store.counts[f"shared_{reason}"] for reason in MISSES if store.counts[f"shared_{reason}"]}
+    return {
+        reason: store.counts[f"shared_{reason}"]
+        for reason in MISSES
+        if store.counts[f"shared_{reason}"]
+    }
 
 
 def test_what_one_store_puts_another_one_finds(url):
@@ -114,7 +137,9 @@ def test_a_scope_never_finds_what_another_one_has_put(url):
             blocks = other.prefix(mine.chains, mine.scope)
             assert other.fetch(blocks, theirs.scope) == [None] * 4
             assert holds(other, mine)
-            assert [match.length for match in other.match(mine.tokens, mine.scope)] == [len(mine.tokens)]
+            assert [match.length for match in other.match(mine.tokens, mine.scope)] == [
+                len(mine.tokens)
+            ]
 
 
 def test_the_secret_of_another_fleet_neither_verifies_nor_finds(url):
@@ -165,7 +190,10 @@ def test_a_chunk_that_is_dropped_is_gone_for_all(url, tmp_path):
         one.flush()
         wait_for(lambda: knows(other, make_chunk(1)) and knows(other, make_chunk(2)))
         assert holds(other, make_chunk(1))
-        assert other._tiers.disk.put(other.record(make_chunk(1).key), make_payload(make_chunk(1))) == []
+        assert (
+            other._tiers.disk.put(other.record(make_chunk(1).key), make_payload(make_chunk(1)))
+            == []
+        )
         other.flush()
         one.drop(make_chunk(1).key)
         one.flush()
@@ -221,7 +249,8 @@ def test_ranks_have_parts_of_their_own(url):
 
 
 def test_what_one_rank_has_put_is_not_signed_for_another(url, request):
-    """Of one text ranks have other heads, of the same shape: whoever reaches the place must not swap them."""
+    """Of one text ranks have other heads, of the same shape: whoever reaches the place must not
+    swap them."""
     server = request.getfixturevalue("server") if url.startswith("unix") else None
     with share(url, rank=0) as zero:
         put(zero, make_chunk(1))
@@ -248,7 +277,11 @@ def test_no_more_is_known_than_the_bound(url, monkeypatch):
             one.flush()
             wait_for(lambda chunk=chunk: knows(other, chunk))
         for store in (one, other):
-            wait_for(lambda store=store: [knows(store, chunk) for chunk in chunks] == [False, False, True, True])
+            wait_for(
+                lambda store=store: (
+                    [knows(store, chunk) for chunk in chunks] == [False, False, True, True]
+                )
+            )
             assert len(store) == 2
             assert all(holds(store, chunk) for chunk in chunks[2:])
     with share(url) as third:
@@ -322,7 +355,8 @@ def test_damaged_data_is_a_miss(url, request, how):
         store = put_and_share(stack, url)
         change(url, server, DAMAGE[how])
         assert not holds(store, make_chunk(1))
-        assert misses(store) == {"gone" if how == "empty" and server else "damaged": 1}  # Redis knows no empty value
+        # Redis knows no empty value
+        assert misses(store) == {"gone" if how == "empty" and server else "damaged": 1}
         assert not knows(store, make_chunk(1))
         put(store, make_chunk(1))  # computed again, and written again
         store.flush()
@@ -359,7 +393,13 @@ def test_data_of_other_chunks_and_forged_records_are_misses(server):
         assert [holds(store, make_chunk(seed)) for seed in (1, 2)].count(True) == 1
         assert misses(store) == {"damaged": 1}
         told = server.client.xrange("kvgraft:records")[0][1]
-        for forged in (b"", b"x", told[b"record"][:-1], flipped(told[b"record"]), bytes(32) + b"-" + bytes(40)):
+        for forged in (
+            b"",
+            b"x",
+            told[b"record"][:-1],
+            flipped(told[b"record"]),
+            bytes(32) + b"-" + bytes(40),
+        ):
             server.client.xadd("kvgraft:records", {"record": forged})
         server.client.xadd("kvgraft:records", {"other": b"x"})
         put(share_and_close := stack.enter_context(share(server.url)), make_chunk(3))
@@ -368,7 +408,10 @@ def test_data_of_other_chunks_and_forged_records_are_misses(server):
         assert misses(store) == {"damaged": 1, "forged": 6}
         server.client.delete(first, second)
         assert not holds(
-            store, make_chunk(2) if store._tiers.memory.get(store.record(make_chunk(1).key)) else make_chunk(1)
+            store,
+            make_chunk(2)
+            if store._tiers.memory.get(store.record(make_chunk(1).key))
+            else make_chunk(1),
         )
 
 
@@ -399,7 +442,8 @@ def test_a_server_that_is_down_costs_misses_and_nothing_else(tmp_path, caplog):
         assert len([record for record in caplog.records if "looking" in record.message]) == 1
         own.start()  # empty, and its clock goes on
         store._tiers.shared._health._paused_until = 0.0
-        wait_for(lambda: not knows(store, make_chunk(2)))  # it has noticed that nothing is left there
+        # it has noticed that nothing is left there
+        wait_for(lambda: not knows(store, make_chunk(2)))
         put(store, make_chunk(4))
         store.flush()
         with share(own.url) as other:
@@ -418,7 +462,8 @@ def test_a_server_that_is_not_there_yet_is_no_error(tmp_path, caplog):
             own.start()
             store._tiers.shared._health._paused_until = 0.0
             put(store, make_chunk(2))
-            assert not store.put(make_chunk(1), make_payload(make_chunk(1)))  # known, and written now
+            # known, and written now
+            assert not store.put(make_chunk(1), make_payload(make_chunk(1)))
             store.flush()
             with share(own.url) as other:
                 assert holds(other, make_chunk(1))
@@ -440,7 +485,8 @@ def test_a_prompt_waits_for_a_slow_server_once_however_much_it_asks_for(server):
         assert sum(misses(store).values()) - misses(store).get("failed", 0) <= 30
         assert store.counts["shared_late"] + store.counts["shared_failed"] >= 30
         assert store._tiers.shared._health._failures["reading"] == 1
-        assert store.fetch_from(places, asked_at=time.monotonic() - 1.0) == [None] * 30  # has waited before
+        # has waited before
+        assert store.fetch_from(places, asked_at=time.monotonic() - 1.0) == [None] * 30
         assert store._tiers.shared._health._failures["reading"] == 1
         assert all(knows(store, chunk) for chunk in chunks)
         server.client.ping()  # it answers again
@@ -455,9 +501,13 @@ def test_a_place_that_hangs_holds_up_nothing(tmp_path, monkeypatch):
         held = threading.Event()
         stack.callback(held.set)
         store = put_and_share(stack, f"file://{tmp_path / 'shared'}", timeout_s=0.2)
-        monkeypatch.setattr("kvgraft.segments.store.file_backend.open_regular", lambda _: held.wait())
+        monkeypatch.setattr(
+            "kvgraft.segments.store.file_backend.open_regular", lambda _: held.wait()
+        )
         asked_at = time.monotonic() + 3.0  # so that it waits for three seconds
-        waiting = threading.Thread(target=store.fetch_from, args=([(make_chunk(1).key, 0)], asked_at))
+        waiting = threading.Thread(
+            target=store.fetch_from, args=([(make_chunk(1).key, 0)], asked_at)
+        )
         waiting.start()
         time.sleep(0.5)  # it waits by now, or else this test tells less
         assert store.take_appeared() != []
@@ -510,7 +560,9 @@ def test_a_directory_keeps_the_newest_within_its_capacity_and_quota(tmp_path):
             assert place.put(f"one/{number:02d}", b"record", bytes(1000))
             assert place.put("two/first", b"record", bytes(1000)) if number == 0 else True
         assert sizes(tmp_path / "a") <= 10_000
-        assert [place.get(f"one/{number:02d}", 5000) is not None for number in range(12)] == [False] * 7 + [True] * 5
+        assert [place.get(f"one/{number:02d}", 5000) is not None for number in range(12)] == [
+            False
+        ] * 7 + [True] * 5
         assert place.get("two/first", 5000) is not None  # the other scope loses nothing for it
         assert not place.put("one/large", b"record", bytes(5001))
         for number in range(10):
@@ -521,7 +573,9 @@ def test_a_directory_keeps_the_newest_within_its_capacity_and_quota(tmp_path):
         assert place.read_log(mark, 100)[0] == []
 
 
-def test_a_sweep_removes_records_without_a_chunk_and_what_was_left_half_written(tmp_path, monkeypatch):
+def test_a_sweep_removes_records_without_a_chunk_and_what_was_left_half_written(
+    tmp_path, monkeypatch
+):
     root = tmp_path / "shared"
     with closing(FileBackend(f"file://{root}", "", 10_000, 1.0)) as place:
         old = time.time_ns() - 4000 * 10**9
@@ -533,20 +587,28 @@ def test_a_sweep_removes_records_without_a_chunk_and_what_was_left_half_written(
         place.remove("one/gone", b"removed")
     with closing(FileBackend(f"file://{root}", "", 10_000, 1.0)) as place:
         place.put("one/new", b"new record", b"data")
-        assert place.read_log("", 100)[0] == [b"removed", b"new record"]  # that of the removal is young
-        assert [path.name for path in (root / "chunks").rglob("*") if path.is_file() and path.suffix != ".tmp"] == [
-            "new"
-        ]
+        # that of the removal is young
+        assert place.read_log("", 100)[0] == [b"removed", b"new record"]
+        assert [
+            path.name
+            for path in (root / "chunks").rglob("*")
+            if path.is_file() and path.suffix != ".tmp"
+        ] == ["new"]
         assert [path.name for path in root.rglob("*.tmp")] == ["of-somebody-else.tmp"]
 
 
 def test_a_directory_tells_what_comes_in_pages_and_late_ones_of_other_clocks(tmp_path, monkeypatch):
     url = f"file://{tmp_path / 'shared'}"
-    with closing(FileBackend(url, "", ROOM, 1.0)) as place, closing(FileBackend(url, "", ROOM, 1.0)) as other:
+    with (
+        closing(FileBackend(url, "", ROOM, 1.0)) as place,
+        closing(FileBackend(url, "", ROOM, 1.0)) as other,
+    ):
         now = time.time_ns()
         for number in range(7):
             clock = now - (7 - number) * 1000 * 10**9
-            monkeypatch.setattr("kvgraft.segments.store.file_backend.time.time_ns", lambda clock=clock: clock)
+            monkeypatch.setattr(
+                "kvgraft.segments.store.file_backend.time.time_ns", lambda clock=clock: clock
+            )
             place.put(f"one/{number}", b"%d" % number, b"data")
         monkeypatch.undo()
         told, mark = [], ""
@@ -556,7 +618,9 @@ def test_a_directory_tells_what_comes_in_pages_and_late_ones_of_other_clocks(tmp
             if not found:
                 break
         assert told == [b"%d" % number for number in range(7)]
-        monkeypatch.setattr("kvgraft.segments.store.file_backend.time.time_ns", lambda: now - 50 * 10**9)
+        monkeypatch.setattr(
+            "kvgraft.segments.store.file_backend.time.time_ns", lambda: now - 50 * 10**9
+        )
         place.put("one/late", b"late", b"data")
         monkeypatch.undo()
         assert other.read_log(mark, 3)[0] == [b"late"]
@@ -565,7 +629,10 @@ def test_a_directory_tells_what_comes_in_pages_and_late_ones_of_other_clocks(tmp
 
 def test_what_a_clock_far_ahead_has_dated_hides_nothing(tmp_path, monkeypatch):
     url = f"file://{tmp_path / 'shared'}"
-    with closing(FileBackend(url, "", ROOM, 1.0)) as place, closing(FileBackend(url, "", ROOM, 1.0)) as other:
+    with (
+        closing(FileBackend(url, "", ROOM, 1.0)) as place,
+        closing(FileBackend(url, "", ROOM, 1.0)) as other,
+    ):
         ahead = time.time_ns() + 10**4 * 10**9
         monkeypatch.setattr("kvgraft.segments.store.file_backend.time.time_ns", lambda: ahead)
         place.put("one/ahead", b"ahead", b"data")
@@ -599,7 +666,8 @@ def test_a_stream_is_followed_in_pages_where_it_is_trimmed_and_where_it_begins_a
         assert place.read_log(mark, 3) == ([], mark)
         server.client.flushall()
         assert place.read_log(mark, 3) == ([], "")
-        server.client.xadd("kvgraft:records", {"record": b"early"}, id="5-0")  # by a clock that is behind
+        # by a clock that is behind
+        server.client.xadd("kvgraft:records", {"record": b"early"}, id="5-0")
         assert place.read_log(mark, 3) == ([], "")
         assert place.read_log("", 3)[0] == [b"early"]
 
@@ -630,8 +698,14 @@ def test_options_open_a_store_that_shares(url, tmp_path, monkeypatch):
         ({"shared_url": "redis://host:port/0"}, "redis://host:port/0.*allowed are redis://"),
         ({"shared_url": "dropbox://path"}, "dropbox://path.*missing"),
         ({"shared_url": 5}, "shared_url must be a URL, got 5"),
-        ({"shared_url": "redis://host", "shared_timeout_s": 0}, "shared_timeout_s must be above 0 seconds, got 0"),
-        ({"shared_url": "redis://host", "shared_timeout_s": -1}, "shared_timeout_s must be a number .* got -1"),
+        (
+            {"shared_url": "redis://host", "shared_timeout_s": 0},
+            "shared_timeout_s must be above 0 seconds, got 0",
+        ),
+        (
+            {"shared_url": "redis://host", "shared_timeout_s": -1},
+            "shared_timeout_s must be a number .* got -1",
+        ),
         ({"shared_url": "redis://host", "shared_gib": 5}, "a server's maxmemory bounds it"),
         ({"shared_url": "file:///dir", "shared_gib": 0}, "shared_gib 0"),
         ({"shared_gib": 5}, "shared_gib 5 is the size of shared_url"),
@@ -654,7 +728,9 @@ def test_a_password_in_a_url_is_refused_and_not_shown(monkeypatch, url):
 @pytest.mark.parametrize("secret", ["", "ab" * 31, "ab" * 33, "xy" * 32, "ab " * 32])
 def test_a_secret_that_is_none_is_refused_and_not_shown(monkeypatch, secret):
     monkeypatch.setenv(CACHE_SECRET, secret)
-    with pytest.raises(ValueError, match=f"{CACHE_SECRET} must be 64 hexadecimal digits") as refused:
+    with pytest.raises(
+        ValueError, match=f"{CACHE_SECRET} must be 64 hexadecimal digits"
+    ) as refused:
         StoreOptions(shared_url="redis://host")
     assert not secret or secret not in str(refused.value)
 
@@ -671,4 +747,8 @@ def test_a_directory_that_cannot_be_opened_ends_the_shared_tier(tmp_path, monkey
     (tmp_path / "store").write_text("no directory")
     with pytest.raises(NotADirectoryError):
         StoreOptions(tmp_path / "store", shared_url=f"memory://{tmp_path}").open(SIZE)
-    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "kvgraft-shared-news"])
+    wait_for(
+        lambda: (
+            not [thread for thread in threading.enumerate() if thread.name == "kvgraft-shared-news"]
+        )
+    )

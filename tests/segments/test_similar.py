@@ -1,4 +1,5 @@
-"""Near-duplicates: what is proposed (against datasketch), what is grafted (against the tokens), and for whom."""
+"""Near-duplicates: what is proposed (against datasketch), what is grafted (against the tokens), and
+for whom."""
 
 from collections.abc import Sequence
 
@@ -36,7 +37,9 @@ def edit(tokens: np.ndarray, rate: float, seed: int) -> np.ndarray:
 class Library:
     """Sources in consecutive pages, so that a page number says which tokens it holds."""
 
-    def __init__(self, options: Similarity | None = None, anchors: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(
+        self, options: Similarity | None = None, anchors: Sequence[Sequence[int]] = ()
+    ) -> None:
         self.dead: set[int] = set()
         self.blocks = VirtualBlockIndex(BLOCK, self._is_live)
         self.index = SimilarIndex(self.blocks, options, anchors)
@@ -92,7 +95,10 @@ def test_signatures_estimate_jaccard_as_well_as_datasketch() -> None:
         right = edit(left, 0.002 * (seed % 30), seed + 1000)
         shingles = [window_hashes(tokens, 8, SCOPE) for tokens in (left, right)]
         exact = len(np.intersect1d(*shingles)) / len(np.union1d(*shingles))
-        rows = [Permutations(128, seed).signatures(h, np.array([0]), np.array([len(h)])) for h in shingles]
+        rows = [
+            Permutations(128, seed).signatures(h, np.array([0]), np.array([len(h)]))
+            for h in shingles
+        ]
         ours.append(float(similarity(compact(rows[0]), compact(rows[1]))[0]) - exact)
         oracles = [MinHash(128, seed=seed + 1) for _ in shingles]
         for oracle, hashes in zip(oracles, shingles, strict=True):
@@ -109,7 +115,9 @@ def test_signatures_of_many_segments_are_minima_of_each() -> None:
     permutations = Permutations(7)
     found = permutations.signatures(hashes, starts, stops)
     for row, start, stop in zip(found, starts, stops, strict=True):
-        [alone] = permutations.signatures(hashes[start:stop], np.array([0]), np.array([stop - start]))
+        [alone] = permutations.signatures(
+            hashes[start:stop], np.array([0]), np.array([stop - start])
+        )
         np.testing.assert_array_equal(row, alone)
 
 
@@ -132,7 +140,9 @@ def test_proposals_reach_what_an_lsh_of_datasketch_proposes(rate: float) -> None
         library.read(source)
         oracle.insert(number, minhash(source))
     edited = [edit(source, rate, 100 + number) for number, source in enumerate(sources)]
-    proposed = [{source for _, source, _ in library.index.propose(tokens, SCOPE)} for tokens in edited]
+    proposed = [
+        {source for _, source, _ in library.index.propose(tokens, SCOPE)} for tokens in edited
+    ]
     theirs = sum(number in oracle.query(minhash(tokens)) for number, tokens in enumerate(edited))
     assert sum(number in found for number, found in enumerate(proposed)) >= theirs
     assert all(found <= {number} for number, found in enumerate(proposed))
@@ -140,18 +150,24 @@ def test_proposals_reach_what_an_lsh_of_datasketch_proposes(rate: float) -> None
 
 def minhash(tokens: np.ndarray) -> MinHash:
     found = MinHash(128, seed=3)
-    found.update_batch([int(value).to_bytes(8, "little") for value in window_hashes(tokens, 8, SCOPE)])
+    found.update_batch(
+        [int(value).to_bytes(8, "little") for value in window_hashes(tokens, 8, SCOPE)]
+    )
     return found
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.005, 0.01, 0.05, 0.1])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_grafts_are_identical_tokens_and_more_than_exact_matching_finds(rate: float, parts: int) -> None:
+def test_grafts_are_identical_tokens_and_more_than_exact_matching_finds(
+    rate: float, parts: int
+) -> None:
     library = Library(Similarity(tau=0.3))
     sources = [text(seed, 640) for seed in range(4)]
     for source in sources:
         library.read(source, parts=parts)
-    prompt = np.concatenate([edit(source, rate, 7 + number) for number, source in enumerate(sources)])
+    prompt = np.concatenate(
+        [edit(source, rate, 7 + number) for number, source in enumerate(sources)]
+    )
     exact = library.check(prompt, library.blocks.match(prompt, SCOPE))
     found = library.check(prompt, library.index.match(prompt, SCOPE))
     assert found >= exact if rate else found == exact == len(prompt)
@@ -201,7 +217,8 @@ def test_recycled_pages_are_never_a_source() -> None:
     assert not library.dead & {page for match in matches for page in match.pages.tolist()}
     library.dead = set(range(40))
     assert library.index.match(prompt, SCOPE) == []
-    assert len(library.index) < library.read(text(1, 640)) + 40  # what is stale is dropped when it is met
+    # what is stale is dropped when it is met
+    assert len(library.index) < library.read(text(1, 640)) + 40
 
 
 def test_approximate_sources_are_used_only_on_request() -> None:
@@ -228,23 +245,34 @@ def test_left_context() -> None:
     library = Library(Similarity(tau=0.6, context_tau=0.5))
     library.read(np.concatenate((before, body)))
     same, other = (np.concatenate((part, edit(body, 0.01, 4))) for part in (before, text(2, 96)))
-    near = [where.start for where, _, _ in library.index.propose(same, SCOPE) if 90 <= where.start < 130]
+    near = [
+        where.start for where, _, _ in library.index.propose(same, SCOPE) if 90 <= where.start < 130
+    ]
     assert near
-    assert not [where.start for where, _, _ in library.index.propose(other, SCOPE) if 90 <= where.start < 130]
+    assert not [
+        where.start
+        for where, _, _ in library.index.propose(other, SCOPE)
+        if 90 <= where.start < 130
+    ]
 
 
 def test_anchors_begin_segments() -> None:
     anchor = [7001, 7002]
-    parts = [np.concatenate((anchor, text(seed, length))) for seed, length in enumerate((90, 10, 90, 400))]
+    parts = [
+        np.concatenate((anchor, text(seed, length)))
+        for seed, length in enumerate((90, 10, 90, 400))
+    ]
     tokens = np.concatenate(parts).astype(np.int32)
     segments = Segmenter(Similarity(window_tokens=128), [anchor, [9999] * 5]).cut(tokens, SCOPE)
     spans = set(zip(segments.starts.tolist(), segments.stops.tolist(), strict=True))
-    assert {(0, 92), (92, 196), (196, 452)} <= spans  # the second one was too short alone, the last is cut at 256
+    # the second one was too short alone, the last is cut at 256
+    assert {(0, 92), (92, 196), (196, 452)} <= spans
 
 
 def test_segments_without_enough_wanted_tokens_are_left_out() -> None:
     tokens, wanted = text(0, 2000), np.zeros(2000, bool)
-    wanted[700:900] = wanted[1500:1507] = True  # the second stretch is shorter than a run that is worth a graft
+    # the second stretch is shorter than a run that is worth a graft
+    wanted[700:900] = wanted[1500:1507] = True
     segmenter = Segmenter(Similarity())
     every, some = segmenter.cut(tokens, SCOPE), segmenter.cut(tokens, SCOPE, wanted)
     kept = (np.minimum(every.stops, 900) - np.maximum(every.starts, 700)) >= 8
@@ -289,7 +317,8 @@ def test_options() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_all_of_eight_chunks_are_found_after_half_a_percent_of_edits(seed: int) -> None:
-    """Caches that match whole chunks of 256 tokens find none of these that was edited, nor any that was shifted."""
+    """Caches that match whole chunks of 256 tokens find none of these that was edited, nor any that
+    was shifted."""
     library = Library()
     chunks = [text(100 * seed + number, 256) for number in range(8)]
     for chunk in chunks:

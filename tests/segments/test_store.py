@@ -37,7 +37,9 @@ def open_store(directory=None, **options):
 
 TIERS = {
     "ram": lambda path, capacity=ROOM, **options: open_store(ram_bytes=capacity, **options),
-    "disk": lambda path, capacity=ROOM, **options: open_store(path, ram_bytes=0, disk_bytes=capacity, **options),
+    "disk": lambda path, capacity=ROOM, **options: open_store(
+        path, ram_bytes=0, disk_bytes=capacity, **options
+    ),
 }
 each_tier = pytest.mark.parametrize("tier", TIERS)
 
@@ -53,7 +55,8 @@ def test_what_is_put_is_fetched_to_the_last_bit(tmp_path, tier, dtype):
     chunks = make_chunks(make_tokens(11), source=-(2**62))
     with TIERS[tier](tmp_path / "store") as store:
         put(store, *chunks, dtype=dtype)
-        assert all(holds(store, chunk, dtype) for chunk in chunks)  # from memory, or as they wait to be written
+        # from memory, or as they wait to be written
+        assert all(holds(store, chunk, dtype) for chunk in chunks)
         store.flush()
         assert all(holds(store, chunk, dtype) for chunk in chunks)
         assert len(store) == store.counts["stored"] == 3
@@ -106,7 +109,9 @@ def check_matches(store, prompt, matches, source_tokens, payload):
         for token, slot in enumerate(slots.tolist()):
             block = blocks[numbers.index(slot // SIZE)]
             position = match.source_start + token
-            assert block.tokens[slot % SIZE] == prompt[match.start + token] == source_tokens[position]
+            assert (
+                block.tokens[slot % SIZE] == prompt[match.start + token] == source_tokens[position]
+            )
             for name, values in payload.items():
                 assert torch.equal(block.payload[name][:, slot % SIZE], values[:, position])
 
@@ -124,10 +129,14 @@ def test_a_prompt_is_matched_at_any_offset_across_chunks(tmp_path, order, restar
         store.close()
         store = open_store(tmp_path)
     for first, last in ((0, 48), (1, 47), (14, 18), (5, 33), (19, 48)):
-        prompt = np.concatenate((make_tokens(2, seed=9)[:7], tokens[first:last], make_tokens(1, seed=8)))
+        prompt = np.concatenate(
+            (make_tokens(2, seed=9)[:7], tokens[first:last], make_tokens(1, seed=8))
+        )
         matches = store.match(prompt, SCOPE)
         if last - first >= 2 * SIZE:
-            assert [(match.start, match.length, match.source_start) for match in matches] == [(7, last - first, first)]
+            assert [(match.start, match.length, match.source_start) for match in matches] == [
+                (7, last - first, first)
+            ]
         check_matches(store, prompt, matches, tokens, payload)
     store.close()
 
@@ -207,7 +216,8 @@ def test_without_quotas_a_flood_takes_no_more_than_an_equal_share(tmp_path, tier
         put(store, small, *large, *(make_chunk(seed) for seed in range(100, 120)))
         store.flush()
         assert holds(store, small)
-        assert [holds(store, chunk) for chunk in large] == [False, False, True, True, True]  # 1 + 3 + 2
+        # 1 + 3 + 2
+        assert [holds(store, chunk) for chunk in large] == [False, False, True, True, True]
 
 
 @each_tier
@@ -248,7 +258,11 @@ def test_namespaces_never_meet(tmp_path, tier):
     hits = store.counts["ram_hits"] + store.counts["disk_hits"]
     assert hits == 8
     assert store.match(tokens, OTHER_SCOPE) == []
-    assert store.prefix(chains, OTHER_SCOPE) == store.prefix(chain_hashes(tokens, SIZE, OTHER_SCOPE), SCOPE) == [-1] * 8
+    assert (
+        store.prefix(chains, OTHER_SCOPE)
+        == store.prefix(chain_hashes(tokens, SIZE, OTHER_SCOPE), SCOPE)
+        == [-1] * 8
+    )
     assert store.fetch(blocks, OTHER_SCOPE) == [None] * 8
     assert store.counts["ram_hits"] + store.counts["disk_hits"] == hits
     store.close()
@@ -359,7 +373,9 @@ def test_pinned_chunks_are_not_evicted_for_one_that_would_need_their_room():
 def check_accounts(store, directory):
     """What is accounted must be what is there, within the limits."""
     held = store._tiers.memory._payloads
-    assert store.ram_nbytes == sum(tensor.nbytes for payload in held.values() for tensor in payload.values())
+    assert store.ram_nbytes == sum(
+        tensor.nbytes for payload in held.values() for tensor in payload.values()
+    )
     sizes = {path.stem: path.stat().st_size for path in directory.glob("??/*")}
     assert store.disk_nbytes == sum(sizes.values())
     assert set(sizes) == {key.hex() for key in store._tiers.disk.rows}
@@ -375,7 +391,9 @@ def test_accounts_are_right_after_any_sequence_of_operations(tmp_path, seed):
     rng = np.random.default_rng(seed)
     limits = {"ram_bytes": 5 * NBYTES, "disk_bytes": 9 * FILE, "quota": 0.6}
     store, pinned, num_held = open_store(tmp_path, **limits), set(), 0
-    pool = [make_chunk(n, scope=(SCOPE, OTHER_SCOPE)[n % 2], num_blocks=1 + n % 5) for n in range(24)]
+    pool = [
+        make_chunk(n, scope=(SCOPE, OTHER_SCOPE)[n % 2], num_blocks=1 + n % 5) for n in range(24)
+    ]
     for step in range(150):
         chunk, action = pool[rng.integers(len(pool))], rng.random()
         if action < 0.6:
@@ -404,7 +422,9 @@ def test_accounts_are_right_after_any_sequence_of_operations(tmp_path, seed):
 
 
 def test_accounts_are_right_after_threads_have_used_a_store_together(tmp_path):
-    pool = [make_chunk(n, scope=(SCOPE, OTHER_SCOPE)[n % 2], num_blocks=1 + n % 5) for n in range(24)]
+    pool = [
+        make_chunk(n, scope=(SCOPE, OTHER_SCOPE)[n % 2], num_blocks=1 + n % 5) for n in range(24)
+    ]
     store = open_store(tmp_path, ram_bytes=5 * NBYTES, disk_bytes=9 * FILE, quota=0.6)
 
     def use(seed):
@@ -425,7 +445,13 @@ def test_accounts_are_right_after_threads_have_used_a_store_together(tmp_path):
     store.flush()
     check_accounts(store, tmp_path)
     assert all(holds(store, chunk) for chunk in pool if chunk.key in store)
-    assert not store.counts.keys() & {"missing", "damaged", "foreign", "write_failed", "catalogue_failed"}
+    assert not store.counts.keys() & {
+        "missing",
+        "damaged",
+        "foreign",
+        "write_failed",
+        "catalogue_failed",
+    }
     store.close()
 
 
@@ -447,7 +473,9 @@ def test_the_number_of_a_block_that_is_gone_names_no_other(monkeypatch):
 def test_unknown_numbers_are_nothing():
     store = open_store()
     put(store, make_chunk(1, num_blocks=2))
-    assert [block is None for block in store.fetch([0, 1, 2, 15, 16, -1, 2**31 - 1], SCOPE)] == [False] * 2 + [True] * 5
+    assert [block is None for block in store.fetch([0, 1, 2, 15, 16, -1, 2**31 - 1], SCOPE)] == [
+        False
+    ] * 2 + [True] * 5
     assert store.fetch([], SCOPE) == []
 
 
@@ -480,7 +508,9 @@ def test_put_does_not_wait_for_the_disk_and_what_waits_can_be_fetched(tmp_path, 
 def is_held(lock):
     """Whether a thread other than a new one would wait for a lock."""
     with ThreadPoolExecutor(1) as other:
-        free = other.submit(lambda: lock.acquire(blocking=False) and (lock.release() or True)).result()
+        free = other.submit(
+            lambda: lock.acquire(blocking=False) and (lock.release() or True)
+        ).result()
     return not free
 
 
@@ -498,19 +528,27 @@ def test_put_and_fetch_hold_the_locks_that_guard_what_they_use(tmp_path, monkeyp
 
         monkeypatch.setattr(owner, name, noted)
 
-    for owner, name in ((ChunkIndex, "add"), (ChunkIndex, "find"), (MemoryTier, "put"), (files.PayloadFiles, "read")):
+    for owner, name in (
+        (ChunkIndex, "add"),
+        (ChunkIndex, "find"),
+        (MemoryTier, "put"),
+        (files.PayloadFiles, "read"),
+    ):
         note(owner, name)
     put(store, make_chunk(1))
     store.flush()
     store._tiers.memory.remove(make_chunk(1).key)
     assert holds(store, make_chunk(1))
-    assert set(held) == {"Register.add", "Register.find", "MemoryTier.put", "PayloadFiles.read"}
+    assert set(held) == {"ChunkIndex.add", "ChunkIndex.find", "MemoryTier.put", "PayloadFiles.read"}
     assert all(by_store for found in held.values() for by_store, _ in found)
-    assert held["PayloadFiles.read"] == {(True, True)}  # elsewhere the thread that writes may hold the disk's
+    # elsewhere the thread that writes may hold the disk's
+    assert held["PayloadFiles.read"] == {(True, True)}
     store.close()
 
 
-def test_nobody_waits_while_a_file_is_written_and_the_writer_needs_nothing_of_the_store(tmp_path, held_up):
+def test_nobody_waits_while_a_file_is_written_and_the_writer_needs_nothing_of_the_store(
+    tmp_path, held_up
+):
     reached, go = held_up
     store = open_store(tmp_path, disk_bytes=2 * FILE)
     put(store, *map(make_chunk, range(4)))
@@ -527,7 +565,10 @@ def test_nobody_waits_while_a_file_is_written_and_the_writer_needs_nothing_of_th
 
 
 def test_a_full_backlog_leaves_chunks_in_memory_only(tmp_path, held_up):
-    store, chunks = open_store(tmp_path, max_backlog_bytes=2 * NBYTES), [make_chunk(seed) for seed in range(4)]
+    store, chunks = (
+        open_store(tmp_path, max_backlog_bytes=2 * NBYTES),
+        [make_chunk(seed) for seed in range(4)],
+    )
     put(store, *chunks)
     assert store.counts["backlog"] == 2
     held_up[1].set()
@@ -572,7 +613,11 @@ def test_only_the_user_can_read_the_directory(tmp_path):
         put(store, make_chunk(1))
         store.flush()
         paths = list(directory.rglob("*"))
-        assert {path.name.partition(".")[0] for path in paths} >= {"lock", "catalogue", make_chunk(1).key.hex()}
+        assert {path.name.partition(".")[0] for path in paths} >= {
+            "lock",
+            "catalogue",
+            make_chunk(1).key.hex(),
+        }
         for path in (directory, *paths):
             assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 

@@ -10,7 +10,20 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
-from chunks import FILE, NBYTES, SCOPE, SIZE, file_of, holds, look, make_chunk, make_payload, put, put_many, share
+from chunks import (
+    FILE,
+    NBYTES,
+    SCOPE,
+    SIZE,
+    file_of,
+    holds,
+    look,
+    make_chunk,
+    make_payload,
+    put,
+    put_many,
+    share,
+)
 from kvgraft.segments.store import SegmentStore, StoreDirectory, files
 from kvgraft.segments.store.catalogue import Catalogue, CatalogueDamaged
 from kvgraft.segments.store.files import CATALOGUE
@@ -35,7 +48,9 @@ def directory(tmp_path):
 def check_lost(directory, lost, reason):
     """These chunks, and no others, are refused for that reason, and then gone everywhere."""
     with open_store(directory) as store:
-        assert [holds(store, make_chunk(seed)) for seed in SEEDS] == [seed not in lost for seed in SEEDS]
+        assert [holds(store, make_chunk(seed)) for seed in SEEDS] == [
+            seed not in lost for seed in SEEDS
+        ]
         assert store.counts[reason] == len(lost)
         assert sum(store.counts[other] for other in ("missing", "damaged", "foreign")) == len(lost)
         assert all(store.match(make_chunk(seed).tokens, SCOPE) == [] for seed in lost)
@@ -109,7 +124,9 @@ def test_a_foreign_file_is_damage(directory):
     check_lost(directory, [5], "damaged")
 
 
-@pytest.mark.parametrize("content", ["another chunk", "no record", "other tensors", "no safetensors"])
+@pytest.mark.parametrize(
+    "content", ["another chunk", "no record", "other tensors", "no safetensors"]
+)
 def test_a_file_that_the_catalogue_vouches_for_must_still_be_of_the_chunk(directory, content):
     path = file_of(directory, make_chunk(5))
     whole = path.read_bytes()
@@ -119,7 +136,11 @@ def test_a_file_that_the_catalogue_vouches_for_must_still_be_of_the_chunk(direct
         save_file(make_payload(make_chunk(5)), path)
     elif content == "other tensors":
         metadata = {"kvgraft": metadata_of(whole)}
-        save_file({name: tensor.half() for name, tensor in make_payload(make_chunk(5)).items()}, path, metadata)
+        save_file(
+            {name: tensor.half() for name, tensor in make_payload(make_chunk(5)).items()},
+            path,
+            metadata,
+        )
     else:
         path.write_bytes(b"no safetensors" * 100)
     data = path.read_bytes()
@@ -136,7 +157,9 @@ def metadata_of(data):
 
 def test_a_row_that_says_something_else_is_foreign(directory):
     with closing(sqlite3.connect(directory / CATALOGUE)) as database, database:
-        ((record,),) = database.execute("SELECT record FROM chunks WHERE key = ?", (make_chunk(2).key,))
+        ((record,),) = database.execute(
+            "SELECT record FROM chunks WHERE key = ?", (make_chunk(2).key,)
+        )
         changed = record.replace(b'"source":2,', b'"source":7,')
         assert changed != record
         database.execute("UPDATE chunks SET record = ? WHERE key = ?", (changed, make_chunk(2).key))
@@ -147,7 +170,9 @@ def test_a_row_that_says_something_else_is_foreign(directory):
 def test_rows_that_are_damaged_are_removed(directory, record):
     with closing(sqlite3.connect(directory / CATALOGUE)) as database, database:
         if record == b"other chunk":
-            ((record,),) = database.execute("SELECT record FROM chunks WHERE key = ?", (make_chunk(1).key,))
+            ((record,),) = database.execute(
+                "SELECT record FROM chunks WHERE key = ?", (make_chunk(1).key,)
+            )
         database.execute("UPDATE chunks SET record = ? WHERE key = ?", (record, make_chunk(2).key))
     check_lost(directory, [2], "damaged")
 
@@ -156,7 +181,14 @@ def test_files_deleted_while_the_store_is_open_are_missing(directory):
     with open_store(directory) as store:
         for seed in (0, 3):
             file_of(directory, make_chunk(seed)).unlink()
-        assert [holds(store, make_chunk(seed)) for seed in SEEDS] == [False, True, True, False, True, True]
+        assert [holds(store, make_chunk(seed)) for seed in SEEDS] == [
+            False,
+            True,
+            True,
+            False,
+            True,
+            True,
+        ]
         assert store.counts == {"missing": 2, "disk_hits": 16}
         assert len(store) == 4
 
@@ -235,7 +267,9 @@ def fail(code):
 
 @pytest.mark.parametrize("ram_bytes", [0, ROOM])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, None])
-def test_a_disk_that_cannot_be_written_costs_only_the_disk(tmp_path, monkeypatch, caplog, code, ram_bytes):
+def test_a_disk_that_cannot_be_written_costs_only_the_disk(
+    tmp_path, monkeypatch, caplog, code, ram_bytes
+):
     with open_store(tmp_path, ram_bytes=ram_bytes) as store:
         put(store, make_chunk(0))
         store.flush()
@@ -248,7 +282,8 @@ def test_a_disk_that_cannot_be_written_costs_only_the_disk(tmp_path, monkeypatch
         assert [holds(store, make_chunk(seed)) for seed in range(3)] == [True] + [ram_bytes > 0] * 2
         assert [path.suffix for path in tmp_path.glob("??/*")] == [".safetensors"]
         assert store.disk_nbytes == file_of(tmp_path, make_chunk(0)).stat().st_size
-        assert store.put(make_chunk(1), make_payload(make_chunk(1))) == (ram_bytes == 0)  # written now, stored or known
+        # written now, stored or known
+        assert store.put(make_chunk(1), make_payload(make_chunk(1))) == (ram_bytes == 0)
         put(store, make_chunk(3))
     with open_store(tmp_path) as store:
         assert [holds(store, make_chunk(seed)) for seed in range(4)] == [True, True, False, True]
@@ -286,8 +321,12 @@ def test_a_commit_that_fails_leaves_no_file(tmp_path):
     with open_store(tmp_path, ram_bytes=ROOM) as store:
         with closing(sqlite3.connect(tmp_path / CATALOGUE, isolation_level=None)) as database:
             database.execute("CREATE TABLE parents (id INTEGER PRIMARY KEY)")
-            database.execute("CREATE TABLE children (id REFERENCES parents DEFERRABLE INITIALLY DEFERRED)")
-            database.execute("CREATE TRIGGER t AFTER INSERT ON chunks BEGIN INSERT INTO children VALUES (5); END")
+            database.execute(
+                "CREATE TABLE children (id REFERENCES parents DEFERRABLE INITIALLY DEFERRED)"
+            )
+            database.execute(
+                "CREATE TRIGGER t AFTER INSERT ON chunks BEGIN INSERT INTO children VALUES (5); END"
+            )
         store._tiers.disk._catalogue._database.execute("PRAGMA foreign_keys = ON")
         put(store, make_chunk(0))
         store.flush()
@@ -315,7 +354,8 @@ def start(processes, target, *arguments):
 
 
 def check_after_death(directory, seeds, disk_bytes):
-    """Whatever the store lists must be whole; nothing else may lie in the directory. Returns what it has."""
+    """Whatever the store lists must be whole; nothing else may lie in the directory. Returns what
+    it has."""
     with StoreDirectory(directory) as kept:
         listed = {row.key for row in kept.list()}
     with open_store(directory, disk_bytes=disk_bytes) as store:
@@ -324,7 +364,9 @@ def check_after_death(directory, seeds, disk_bytes):
         assert {make_chunk(seed).key for seed in held} == {row for row in listed if row in store}
         assert len(store) == len(held) >= len(listed) - 1
         store.flush()
-        assert {path.stem for path in directory.glob("??/*")} == {make_chunk(seed).key.hex() for seed in held}
+        assert {path.stem for path in directory.glob("??/*")} == {
+            make_chunk(seed).key.hex() for seed in held
+        }
         assert store.counts["damaged"] == store.counts["foreign"] == 0
         put(store, make_chunk(1000))
         store.flush()
@@ -373,7 +415,13 @@ def test_two_processes_share_a_directory(tmp_path, processes):
         found, wrong, counts = reports.recv()
         assert (found, wrong) == (list(range(36)), 0)
         assert counts["disk_hits"] > 0
-        assert not counts.keys() & {"damaged", "foreign", "missing", "write_failed", "catalogue_failed"}
+        assert not counts.keys() & {
+            "damaged",
+            "foreign",
+            "missing",
+            "write_failed",
+            "catalogue_failed",
+        }
     for process, reports in ends:
         reports.send("end")
         process.join(120)
@@ -384,7 +432,8 @@ def test_two_processes_share_a_directory(tmp_path, processes):
 
 
 def test_who_lets_go_of_a_directory_leaves_it_to_those_who_have_it(tmp_path, processes):
-    """SQLite's own files, too, which the last one to leave removes: locks must tell that it is not the last."""
+    """SQLite's own files, too, which the last one to leave removes: locks must tell that it is not
+    the last."""
     with open_store(tmp_path) as store:
         for seed in range(4):
             put(store, make_chunk(seed))
@@ -408,13 +457,19 @@ def test_what_one_process_adds_drops_or_pins_the_other_notices(tmp_path):
     assert holds(first, make_chunk(1))
     second.drop(make_chunk(1).key)
     second.flush()
-    assert first.match(make_chunk(7).tokens, SCOPE) == []  # looks around, and has the rest looked up
+    # looks around, and has the rest looked up
+    assert first.match(make_chunk(7).tokens, SCOPE) == []
     first.flush()
     assert not holds(first, make_chunk(1))  # nor from memory
     first.pin(make_chunk(0).key)
     put(second, *map(make_chunk, range(10, 16)))
     second.flush()
-    assert [holds(second, make_chunk(seed)) for seed in (0, 13, 14, 15)] == [True, False, True, True]
+    assert [holds(second, make_chunk(seed)) for seed in (0, 13, 14, 15)] == [
+        True,
+        False,
+        True,
+        True,
+    ]
     assert holds(first, make_chunk(15))
     first.close()
     second.close()
@@ -449,7 +504,8 @@ def test_a_chunk_replaced_by_another_process_is_missing_not_damaged(tmp_path):
     assert holds(second, chunk)
     second.drop(chunk.key)
     second.flush()
-    payload = {name: tensor + 1 for name, tensor in make_payload(chunk).items()}  # as if computed in another batch
+    # as if computed in another batch
+    payload = {name: tensor + 1 for name, tensor in make_payload(chunk).items()}
     assert second.put(chunk, payload)
     second.flush()
     assert first.fetch(number, SCOPE) == [None] * 4
@@ -490,7 +546,10 @@ def test_nobody_cleans_while_others_write(tmp_path):
         temporary.touch()
         with open_store(tmp_path) as other:
             assert other.counts == {}
-        with StoreDirectory(tmp_path) as kept, pytest.raises(RuntimeError, match="in use by another process"):
+        with (
+            StoreDirectory(tmp_path) as kept,
+            pytest.raises(RuntimeError, match="in use by another process"),
+        ):
             kept.gc()
         assert temporary.exists()
     with open_store(tmp_path) as store:
@@ -521,7 +580,14 @@ def test_an_operator_lists_shows_pins_and_drops(directory):
         assert not file_of(directory, make_chunk(0)).exists()
         assert kept.verify() == {"whole": 5}
     with open_store(directory, disk_bytes=2 * FILE) as store:
-        assert [make_chunk(seed).key in store for seed in SEEDS] == [False, False, False, True, False, True]
+        assert [make_chunk(seed).key in store for seed in SEEDS] == [
+            False,
+            False,
+            False,
+            True,
+            False,
+            True,
+        ]
 
 
 def test_an_operator_finds_and_removes_what_is_bad(directory):
@@ -531,7 +597,11 @@ def test_an_operator_finds_and_removes_what_is_bad(directory):
         database.execute("UPDATE chunks SET record = 'rubbish' WHERE key = ?", (make_chunk(4).key,))
     told = []
     with StoreDirectory(directory) as kept:
-        assert kept.verify(lambda *progress: told.append(progress)) == {"whole": 3, "missing": 1, "damaged": 2}
+        assert kept.verify(lambda *progress: told.append(progress)) == {
+            "whole": 3,
+            "missing": 1,
+            "damaged": 2,
+        }
         assert told == [(done, 5) for done in range(1, 6)]
         assert kept.verify() == {"whole": 3}
         assert len(list(directory.glob("??/*"))) == 3
@@ -552,17 +622,21 @@ def test_an_operator_collects_rubbish_and_keeps_to_a_budget(directory):
 
 
 def test_an_operator_is_told_where_nothing_is_stored(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no segments are stored"):
+    with pytest.raises(FileNotFoundError, match="no chunks are stored"):
         StoreDirectory(tmp_path)
 
 
 def test_rows_of_other_blocks_are_passed_by_but_accounted_for(directory):
-    with SegmentStore(block_size=8, ram_bytes=0, directory=directory, disk_bytes=ROOM, quota=1.0) as store:
+    with SegmentStore(
+        block_size=8, ram_bytes=0, directory=directory, disk_bytes=ROOM, quota=1.0
+    ) as store:
         assert (len(store), store.counts) == (0, {"unusable": 6})
         assert store.disk_nbytes > 6 * NBYTES
     with open_store(directory, chunk_blocks=3) as store:
         assert store.counts == {"unusable": 6}
-    with SegmentStore(block_size=8, ram_bytes=0, directory=directory, disk_bytes=2 * FILE, quota=1.0) as store:
+    with SegmentStore(
+        block_size=8, ram_bytes=0, directory=directory, disk_bytes=2 * FILE, quota=1.0
+    ) as store:
         store.flush()
         assert store.counts == {"unusable": 2, "evicted": 4}
     with open_store(directory) as store:

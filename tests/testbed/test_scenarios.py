@@ -29,15 +29,23 @@ def test_answers_follow_from_the_prompt(scenario: Scenario):
 @each_scenario
 def test_phase_2_moves_what_phase_1_read(scenario: Scenario):
     for item in scenario.items:
-        known = {segment: " ".join(text[: text.index(segment)]) for text in item.phase_1 for segment in text}
+        known = {
+            segment: " ".join(text[: text.index(segment)])
+            for text in item.phase_1
+            for segment in text
+        }
         for prompt in item.phase_2:
             instruction, *reused, question = prompt.segments
             assert instruction not in known
             assert question not in known
             assert set(reused) <= known.keys()
             before = [" ".join(prompt.segments[:place]) for place in range(1, len(reused) + 1)]
-            moved = [len(text.split()) != len(known[s].split()) for text, s in zip(before, reused, strict=True)]
-            assert sum(moved) >= len(reused) - 1  # a reordered document may find its old place by chance
+            moved = [
+                len(text.split()) != len(known[s].split())
+                for text, s in zip(before, reused, strict=True)
+            ]
+            # a reordered document may find its old place by chance
+            assert sum(moved) >= len(reused) - 1
 
 
 @each_scenario

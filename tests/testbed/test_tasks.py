@@ -11,7 +11,9 @@ from kvgraft.testbed.documents import POLLED, Facts, make_documents, make_glossa
 from kvgraft.testbed.tasks import NEEDLES, Question, Resolved, ask, is_code, read, resolve, together
 from properties import examples
 
-FACTS = Facts(needle=4, variable=12, hop=3, glossary=4, coreference=5, frequent=2, common=1, vote=2, poll=2)
+FACTS = Facts(
+    needle=4, variable=12, hop=3, glossary=4, coreference=5, frequent=2, common=1, vote=2, poll=2
+)
 COLOURS = vocabulary.COLOURS[:3]
 
 
@@ -31,12 +33,18 @@ def test_vocabulary_is_the_models():
     ("segments", "question"),
     [
         (["the code of lamp is 42 ."], Question("needle", "code of lamp", "42", (0,))),
-        (["x5 = 66 .", "x7 = 10 . x33 = x5 .", "x2 = x33 ."], Question("variable", "value of x2", "66", (0, 1, 2))),
+        (
+            ["x5 = 66 .", "x7 = 10 . x33 = x5 .", "x2 = x33 ."],
+            Question("variable", "value of x2", "66", (0, 1, 2)),
+        ),
         (
             ["the home of greta is turin .", "the mentor of hope is greta ."],
             Question("hop", "home of mentor of hope", "turin", (0, 1)),
         ),
-        (["note red means 51 .", "the paint of lamp is red ."], Question("glossary", "note of lamp", "51", (0, 1))),
+        (
+            ["note red means 51 .", "the paint of lamp is red ."],
+            Question("glossary", "note of lamp", "51", (0, 1)),
+        ),
         (
             ["now bob came . now dina came .", "the old road slept . the chest is theirs ."],
             Question("coreference", "owner of chest", "dina", (0, 1)),
@@ -82,7 +90,8 @@ def test_every_fact_can_be_asked_in_its_order(seed: int, num_documents: int):
     documents = make_documents(rng, FACTS, orders=[order], num_tokens=600, colours=COLOURS)
     questions = read([make_glossary(rng, COLOURS, 3), *(documents[number] for number in order)])
     counts = Counter(question.task for question in questions)
-    assert counts.pop("coreference", 0) <= FACTS.coreference  # things before the first name have no owner
+    # things before the first name have no owner
+    assert counts.pop("coreference", 0) <= FACTS.coreference
     assert counts.pop("hop", 0) + counts.pop("hop_reversed", 0) == FACTS.hop
     assert counts == {  # homes and mentors can be asked for, too
         "needle": 4 + 2 * 3, "variable": 12 + 2 * POLLED, "glossary": 4,
@@ -94,15 +103,21 @@ def test_every_fact_can_be_asked_in_its_order(seed: int, num_documents: int):
 
 
 def test_each_order_has_chains_of_its_own():
-    one, two = make_documents(Random(5), Facts(variable=40), orders=[(0, 1), (1, 0)], num_tokens=300)
-    crossing = [{question.text for question in read(order) if question.crosses} for order in ((one, two), (two, one))]
+    one, two = make_documents(
+        Random(5), Facts(variable=40), orders=[(0, 1), (1, 0)], num_tokens=300
+    )
+    crossing = [
+        {question.text for question in read(order) if question.crosses}
+        for order in ((one, two), (two, one))
+    ]
     assert crossing[0] - crossing[1]
     assert crossing[1] - crossing[0]
 
 
 def test_same_seed_same_documents():
     first, again, other = (
-        make_documents(Random(seed), FACTS, orders=[(0, 1)], num_tokens=500, colours=COLOURS) for seed in (1, 1, 2)
+        make_documents(Random(seed), FACTS, orders=[(0, 1)], num_tokens=500, colours=COLOURS)
+        for seed in (1, 1, 2)
     )
     assert first == again != other
 
@@ -130,7 +145,10 @@ def test_facts_refuse_more_than_the_vocabulary_holds(facts: dict[str, int]):
 
 def test_two_facts_can_be_read_in_either_order():
     home, mentor = "the home of greta is turin .", "the mentor of hope is greta ."
-    for segments, task, via in (((home, mentor), "hop", ""), ((mentor, home), "hop_reversed", "greta")):
+    for segments, task, via in (
+        ((home, mentor), "hop", ""),
+        ((mentor, home), "hop_reversed", "greta"),
+    ):
         [question] = [q for q in read(segments) if "mentor of hope" in q.text and "home" in q.text]
         assert question == Question(task, ask("home of mentor of hope"), "turin", (0, 1), via)  # type: ignore[arg-type]
 
@@ -145,7 +163,9 @@ def test_two_facts_can_be_read_in_either_order():
         ({"dax": 5}, None),
     ],
 )
-def test_frequent_words_are_asked_for_where_they_are_clear(said: dict[str, int], answer: str | None):
+def test_frequent_words_are_asked_for_where_they_are_clear(
+    said: dict[str, int], answer: str | None
+):
     text = " ".join(f"ada saw {word} ." for word, count in said.items() for _ in range(count))
     found = answers(text, "bert saw vask .")
     assert found == ({"most seen by ada": answer} if answer else {})
@@ -160,14 +180,25 @@ def test_common_words_and_votes():
 
 
 def test_polls_count_what_was_resolved():
-    values, votes = "x1 = 66 . x2 = 66 . x3 = 17 .", "bell gets x1 . bell gets x3 . bell gets x2 . bell gets x9 ."
+    values, votes = (
+        "x1 = 66 . x2 = 66 . x3 = 17 .",
+        "bell gets x1 . bell gets x3 . bell gets x2 . bell gets x9 .",
+    )
     assert answers(values, votes)["most given to bell"] == "66"
     assert "most given to bell" not in answers(votes, values)
-    assert [(found.segment, found.value) for found in resolve([values, votes])] == [(1, "66"), (1, "17"), (1, "66")]
+    assert [(found.segment, found.value) for found in resolve([values, votes])] == [
+        (1, "66"),
+        (1, "17"),
+        (1, "66"),
+    ]
 
 
 def test_resolve_says_what_words_mean_by_what_stood_before_them():
-    segments = ["note red means 51 . x1 = 42 .", "doc 12 : x2 = x1 . the paint of lamp is red .", "x3 = x2 ."]
+    segments = [
+        "note red means 51 . x1 = 42 .",
+        "doc 12 : x2 = x1 . the paint of lamp is red .",
+        "x3 = x2 .",
+    ]
     assert resolve(segments) == (Resolved(1, 5, "42"), Resolved(1, 12, "51"), Resolved(2, 2, "42"))
     for found in resolve(segments):
         assert segments[found.segment].split()[found.place] in {"x1", "red", "x2"}
@@ -175,7 +206,8 @@ def test_resolve_says_what_words_mean_by_what_stood_before_them():
 
 def test_codes_are_asked_for_together():
     text = " ".join(
-        f"the code of {thing} is {number} ." for thing, number in zip(vocabulary.THINGS, range(10, 14), strict=False)
+        f"the code of {thing} is {number} ."
+        for thing, number in zip(vocabulary.THINGS, range(10, 14), strict=False)
     )
     codes = [question for question in read([text]) if is_code(question)]
     assert len(codes) == NEEDLES

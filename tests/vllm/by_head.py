@@ -1,7 +1,8 @@
-"""An engine of vLLM whose local heads keep sinks and windows, driven step by step in a process of its own.
+"""An engine of vLLM whose local heads keep sinks and windows, driven step by step in a process of
+its own.
 
-Run as a script it reads one JSON object of arguments and of rounds of prompts, and prints what became of them.
-"""
+Run as a script it reads one JSON object of arguments and of rounds of prompts, and prints what
+became of them."""
 
 import json
 import os
@@ -44,11 +45,15 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
         while engine.has_unfinished_requests():
             for output in engine.step():
                 outputs[output.request_id] = output
-            decoding = [r for r in scheduler.running if r.num_computed_tokens >= r.num_prompt_tokens]
+            decoding = [
+                r for r in scheduler.running if r.num_computed_tokens >= r.num_prompt_tokens
+            ]
             most = max(most, len(decoding))
             if len(decoding) == 1 == len(scheduler.running):
                 request = decoding[0].request_id
-                held.append([sum(not b.is_null for b in m.req_to_blocks.get(request, ())) for m in managers])
+                held.append(
+                    [sum(not b.is_null for b in m.req_to_blocks.get(request, ())) for m in managers]
+                )
         rounds.append({
             "tokens": [list(outputs[f"{number}-{i}"].outputs[0].token_ids) for i in range(len(asks))],
             "cached": [outputs[f"{number}-{i}"].num_cached_tokens for i in range(len(asks))],

@@ -1,4 +1,5 @@
-"""What is grafted, and gone on with, where local heads have lost a part of it: facts on one line of JSON.
+"""What is grafted, and gone on with, where local heads have lost a part of it: facts on one line of
+JSON.
 
 Run as a script it reads {"model": directory, "engine": {arguments of vLLM's LLM}}.
 """
@@ -24,7 +25,11 @@ PROMPT = words(50, 12) + SOURCE[64:800] + words(30, 13)
 AGAIN = words(81, 16) + SOURCE[64:800] + words(9, 17)
 OPENING, DOCUMENT = words(70, 14), words(300, 15)
 BEHIND = SOURCE[:700] + DOCUMENT + words(20, 18)
-POLICIES = {"redknot": WITH_WINDOWS, "naive": NAIVE, "sparsex": {"policy": "sparsex:recompute_share=1.0"}}
+POLICIES = {
+    "redknot": WITH_WINDOWS,
+    "naive": NAIVE,
+    "sparsex": {"policy": "sparsex:recompute_share=1.0"},
+}
 
 
 def pages_of(host: Host, text: list[int]) -> list[int]:
@@ -37,7 +42,8 @@ def pages_of(host: Host, text: list[int]) -> list[int]:
 
 
 def lose(host: Host, text: list[int], share: float) -> list[bool]:
-    """Random traffic until so many of the pages of a text have lost a counterpart; which ones have all of them."""
+    """Random traffic until so many of the pages of a text have lost a counterpart; which ones have
+    all of them."""
     pages, pool = pages_of(host, text), host.known.pool
     versions, number = pool.versions_of(pages), 0
     while pool.complete(pages).mean() > 1 - share:
@@ -58,13 +64,17 @@ def reclaimed(host: Host) -> dict[str, Any]:
         complete = lose(host, SOURCE, 0.3)
         [answer] = host.ask(Ask(PROMPT, options))
         [again] = host.ask(Ask(AGAIN, options))
-        facts[name] = asdict(answer) | {"complete": complete, "again": again.grafted, "problems": host.problems()}
+        facts[name] = asdict(answer) | {
+            "complete": complete,
+            "again": again.grafted,
+            "problems": host.problems(),
+        }
     return facts
 
 
 def turns(host: Host, options: dict[str, Any], lost: Sequence[int] = ()) -> list[Any]:
-    """A conversation of three turns, whose first one grafts a document: (prompt, answer) of each. Before the turns in
-    `lost` local heads lose all that they have."""
+    """A conversation of three turns, whose first one grafts a document: (prompt, answer) of each.
+    Before the turns in `lost` local heads lose all that they have."""
     host.forget()
     host.poison([0], float("nan"))
     host.read(DOCUMENT)
@@ -81,11 +91,16 @@ def turns(host: Host, options: dict[str, Any], lost: Sequence[int] = ()) -> list
 def lose_local(host: Host) -> None:
     """Reclaim all that local heads have, of whatever text."""
     blocks, local = host.manager.block_pool.blocks, host.known.groups.local
-    host.evict(b.block_id for b in blocks if b.block_hash is not None and get_group_id(b.block_hash) in local)
+    host.evict(
+        b.block_id
+        for b in blocks
+        if b.block_hash is not None and get_group_id(b.block_hash) in local
+    )
 
 
 def conversations(host: Host) -> dict[str, Any]:
-    """Turns by policy, and where something is lost in between; the second turn in another namespace."""
+    """Turns by policy, and where something is lost in between; the second turn in another
+    namespace."""
     facts: dict[str, Any] = {"everything": turns(host, EVERYTHING)}
     [answer] = host.ask(Ask(facts["everything"][1][0], EVERYTHING, "another"))
     facts["elsewhere"] = asdict(answer)
@@ -97,8 +112,8 @@ def conversations(host: Host) -> dict[str, Any]:
 
 
 def behind_prefix(host: Host) -> dict[str, Any]:
-    """A document behind a long exact prefix, of which local heads keep sinks and a window; by policy, and by what lies
-    in vLLM's null block."""
+    """A document behind a long exact prefix, of which local heads keep sinks and a window; by
+    policy, and by what lies in vLLM's null block."""
     facts = {}
     for policy in ("spread", "redknot:windows=off,reuse=off,mass_share=1.0"):
         facts[policy] = []
@@ -112,8 +127,8 @@ def behind_prefix(host: Host) -> dict[str, Any]:
 
 
 def waiting(host: Host, options: dict[str, Any]) -> tuple[int, int, bool]:
-    """Tokens that a waiting request is to graft, before and after local heads have lost a part of its source; and
-    whether that is the same plan."""
+    """Tokens that a waiting request is to graft, before and after local heads have lost a part of
+    its source; and whether that is the same plan."""
     host.forget()
     host.read(SOURCE)
     name = host.add(Ask(PROMPT, options, max_tokens=1))
@@ -130,7 +145,11 @@ def waiting(host: Host, options: dict[str, Any]) -> tuple[int, int, bool]:
 def main(answers: IO[str]) -> None:
     job = json.load(sys.stdin)
     host = Host(Path(job["model"]), **job["engine"])
-    facts = {"reclaimed": reclaimed(host), "conversations": conversations(host), "prefix": behind_prefix(host)}
+    facts = {
+        "reclaimed": reclaimed(host),
+        "conversations": conversations(host),
+        "prefix": behind_prefix(host),
+    }
     facts["waiting"] = {name: waiting(host, options) for name, options in POLICIES.items()}
     print(json.dumps(facts), file=answers, flush=True)
 

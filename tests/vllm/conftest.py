@@ -46,7 +46,8 @@ def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hos
 
 @pytest.fixture(scope="session")
 def engine_with_connector(model: Path, plain: HostProcess) -> Host:
-    """The one engine with our connector that can live in this process; starts while the plain one does."""
+    """The one engine with our connector that can live in this process; starts while the plain one
+    does."""
     return Host(model)
 
 
@@ -61,6 +62,7 @@ def host(engine_with_connector: Host) -> Iterator[Host]:
 
 @pytest.fixture(autouse=True)
 def _own_environment() -> None:
-    """Variables that a test sets are read: where an engine has run, vLLM keeps those that it has seen."""
+    """Variables that a test sets are read: where an engine has run, vLLM keeps those that it has
+    seen."""
     if (envs := sys.modules.get("vllm.envs")) is not None:
         envs.disable_envs_cache()

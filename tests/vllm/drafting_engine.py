@@ -1,13 +1,14 @@
-"""An engine with our connector that drafts with a model: one job as JSON on stdin, its answers as the last line.
+"""An engine with our connector that drafts with a model: one job as JSON on stdin, its answers as
+the last line.
 
     {"model": directory, "speculative_config": of vLLM, or null, "read": [token ids], "prompt": token ids,
      "options": [kvgraft options]}
 
-The prompt is asked with each of the options, in a namespace of its own that has read what is to be read; the answers
-are a list of {tokens, grafted, accepted, drafted, draft}: how many tokens were drafted, and the keys and values of the
-draft model [2 L, T - 1, H d] of all but the prompt's last token when its answer begins. All that nobody may find is
-poisoned first, in the draft model's layers, too.
-"""
+The prompt is asked with each of the options, in a namespace of its own that has read what is to be
+read; the answers are a list of {tokens, grafted, accepted, drafted, draft}: how many tokens were
+drafted, and the keys and values of the draft model [2 L, T - 1, H d] of all but the prompt's last
+token when its answer begins. All that nobody may find is poisoned first, in the draft model's
+layers, too."""
 
 import json
 import os
@@ -42,9 +43,15 @@ class DraftingHost(Host):
         self.poison_drafts()
         accepted, drafted = self.num_accepted, self.num_drafted
         name = self.add(ask)
-        self.step_until(lambda: name in self.outputs and bool(self.outputs[name].outputs[0].token_ids))
+        self.step_until(
+            lambda: name in self.outputs and bool(self.outputs[name].outputs[0].token_ids)
+        )
         slots = self.slots(name)[: len(ask.prompt) - 1]
-        layers = [states.flatten(1).tolist() for layer in self.draft_layers for states in self.model.read(layer, slots)]
+        layers = [
+            states.flatten(1).tolist()
+            for layer in self.draft_layers
+            for states in self.model.read(layer, slots)
+        ]
         self.finish(name)
         answer = as_answer(self.outputs[name])
         return {
@@ -58,7 +65,8 @@ class DraftingHost(Host):
 
 def main(answers: IO[str]) -> None:
     job = json.load(sys.stdin)
-    settings = {"speculative_config": job["speculative_config"], "max_num_batched_tokens": 512}  # prompts in one step
+    # prompts in one step
+    settings = {"speculative_config": job["speculative_config"], "max_num_batched_tokens": 512}
     host = DraftingHost(Path(job["model"]), **settings)
     found = []
     for number, options in enumerate(job["options"]):

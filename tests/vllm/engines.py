@@ -12,11 +12,13 @@ import vllm.config
 
 from models import VOCAB_SIZE
 
-HAS_KERNELS = any(Path(vllm.config.__file__).parents[1].glob("*.so"))  # else Python files alone: `make contract`
+# else Python files alone: `make contract`
+HAS_KERNELS = any(Path(vllm.config.__file__).parents[1].glob("*.so"))
 BLOCK = 32
 NUM_BLOCKS = 95  # that requests can have; vLLM keeps one more, its null block
 MAX_LENGTH = 2048  # tokens of a request
-STEP_TOKENS = 256  # that vLLM computes in a step: prompts are prefilled, and recovered, over several steps
+# that vLLM computes in a step: prompts are prefilled, and recovered, over several steps
+STEP_TOKENS = 256
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "NUMBA_NUM_THREADS": "1",
@@ -25,11 +27,13 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-ALONE = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as in a server: it steps on after the last answer
+# as in a server: it steps on after the last answer
+ALONE = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 TWO_RANKS = ALONE | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # a core for each
 OFF = {"reuse": "off"}
 NAIVE = {"policy": "naive"}
-EVERYTHING = {"policy": "sparsex", "recompute_share": 1.0}  # recomputes every grafted token: the answer must be exact
+# recomputes every grafted token: the answer must be exact
+EVERYTHING = {"policy": "sparsex", "recompute_share": 1.0}
 EVERY_HEAD = {"policy": "redknot:mass_share=1.0,windows=off,reuse=off"}  # likewise, head by head
 
 
@@ -40,9 +44,9 @@ def words(number: int, seed: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Ask:
-    """A greedy request. `options` is what it says under `kv_transfer_params.kvgraft`; salt is its namespace.
-    `logprobs`: whether those of the generated tokens are wanted, `prompt_logprobs`: those of the prompt. `adapter`: the
-    fields of vLLM's `LoRARequest`."""
+    """A greedy request. `options` is what it says under `kv_transfer_params.kvgraft`; salt is its
+    namespace. `logprobs`: whether those of the generated tokens are wanted, `prompt_logprobs`:
+    those of the prompt. `adapter`: the fields of vLLM's `LoRARequest`."""
 
     prompt: Sequence[int]
     options: dict[str, Any] | None = None
@@ -55,8 +59,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back: generated tokens, cached tokens of the prompt, our report (empty from plain vLLM), and what was
-    asked for of logprobs, one for each token (of the prompt: but the first)."""
+    """What came back: generated tokens, cached tokens of the prompt, our report (empty from plain
+    vLLM), and what was asked for of logprobs, one for each token (of the prompt: but the first)."""
 
     tokens: list[int]
     cached: int
@@ -80,7 +84,10 @@ def start_engine(model: Path, *, with_kvgraft: bool, **settings: Any) -> Any:
     if with_kvgraft:
         from kvgraft.vllm.compat import WORKER_CLASS, transfer_config
 
-        settings |= {"worker_cls": WORKER_CLASS, "kv_transfer_config": transfer_config(costs="tokens")}
+        settings |= {
+            "worker_cls": WORKER_CLASS,
+            "kv_transfer_config": transfer_config(costs="tokens"),
+        }
     defaults = {
         "dtype": "float32",
         "enforce_eager": True,
@@ -115,8 +122,15 @@ def as_sampling(ask: Ask, **fields: Any) -> Any:
     from vllm import SamplingParams
 
     extra = None if ask.options is None else {"kv_transfer_params": {"kvgraft": ask.options}}
-    settings = {"max_tokens": ask.max_tokens, "temperature": 0, "ignore_eos": True, "extra_args": extra}
-    wanted = dict.fromkeys([name for name in ("logprobs", "prompt_logprobs") if getattr(ask, name)], 0)
+    settings = {
+        "max_tokens": ask.max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "extra_args": extra,
+    }
+    wanted = dict.fromkeys(
+        [name for name in ("logprobs", "prompt_logprobs") if getattr(ask, name)], 0
+    )
     return SamplingParams(**settings | wanted | fields)
 
 

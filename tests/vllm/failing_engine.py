@@ -1,11 +1,11 @@
-"""An engine with our connector whose recoveries fail: one job as JSON on stdin, its answers as the last line.
+"""An engine with our connector whose recoveries fail: one job as JSON on stdin, its answers as the
+last line.
 
     {"model": directory, "read": token ids, "prompts": [token ids], "where": [of `FailsOnRank`],
      "engine": {arguments of vllm.LLM}}
 
-Every prompt is asked at one of the places; the answers are a list of {tokens, reason} or of {died: name of an error},
-each with its seconds, up to the engine's death.
-"""
+Every prompt is asked at one of the places; the answers are a list of {tokens, reason} or of {died:
+name of an error}, each with its seconds, up to the engine's death."""
 
 import json
 import os
@@ -47,12 +47,18 @@ def main(answers: IO[str]) -> None:
         except EngineDeadError as error:
             return {"died": type(error).__name__, "seconds": time.monotonic() - started}
         reason = answer.kv_transfer_params["kvgraft"]["reason"]
-        return {"tokens": answer.outputs[0].token_ids, "reason": reason, "seconds": time.monotonic() - started}
+        return {
+            "tokens": answer.outputs[0].token_ids,
+            "reason": reason,
+            "seconds": time.monotonic() - started,
+        }
 
     ask(job["read"], {"reuse": "off"})
     answered: list[dict[str, Any]] = []
     for tokens, where in zip(job["prompts"], job["where"], strict=True):
-        answered.append(ask(tokens, {"policy": "fails", "where": where} if where else {"reuse": "off"}))
+        answered.append(
+            ask(tokens, {"policy": "fails", "where": where} if where else {"reuse": "off"})
+        )
         if "died" in answered[-1]:
             break
     print(json.dumps(answered), file=answers, flush=True)

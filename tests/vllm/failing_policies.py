@@ -1,4 +1,5 @@
-"""Policies that fail on one tensor-parallel rank, each at another place; workers import this module."""
+"""Policies that fail on one tensor-parallel rank, each at another place; workers import this
+module."""
 
 import os
 import signal
@@ -48,8 +49,9 @@ class FailsOnRank(Policy):
     """Recomputes everything, but for what happens at `where`.
 
     Args:
-        where: first (before any collective), between (two layers), inside (a layer, before its all-reduce), last (after
-            the last one), everywhere (as first, on all ranks), dies (as between, without an exception).
+        where: first (before any collective), between (two layers), inside (a layer, before its
+            all-reduce), last (after the last one), everywhere (as first, on all ranks), dies (as
+            between, without an exception).
     """
 
     name: ClassVar[str] = "fails"

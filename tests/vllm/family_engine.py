@@ -1,4 +1,5 @@
-"""What a family does in vLLM with our connector, and then without: one job as JSON on stdin, facts as the last line.
+"""What a family does in vLLM with our connector, and then without: one job as JSON on stdin, facts
+as the last line.
 
     {"model": directory, "engine": {arguments of vLLM's LLM}, "latent": whether it keeps latents (MLA),
      "requests": how many of the random traffic}
@@ -51,7 +52,9 @@ TIE = 1e-4  # of log-probabilities
 EDITED = [11 if place % 40 == 17 else word for place, word in enumerate(PROMPT)]
 
 
-def grafted(host: Host, options: dict[str, Any], *, poisoned: bool = False, salt: str | None = None) -> Answer:
+def grafted(
+    host: Host, options: dict[str, Any], *, poisoned: bool = False, salt: str | None = None
+) -> Answer:
     """The prompt, its documents read before, perhaps by sources that were never computed."""
     host.forget()
     host.read(*DOCUMENTS)
@@ -62,13 +65,15 @@ def grafted(host: Host, options: dict[str, Any], *, poisoned: bool = False, salt
 
 
 def values_of(host: Host, options: dict[str, Any]) -> torch.Tensor:
-    """Values [L', n, Hkv, d] of the prompt in the layers of the main group, when its first token is there; of latents
-    those channels that do not turn."""
+    """Values [L', n, Hkv, d] of the prompt in the layers of the main group, when its first token is
+    there; of latents those channels that do not turn."""
     name = host.add(Ask(PROMPT, options, max_tokens=2))
     host.step_until(lambda: name in host.outputs)
     layers = [number for number, group in enumerate(host.model.group_of) if group == 0]
     found = [host.model.read(index, host.slots(name)) for index in layers]
-    values = torch.stack([-keys[..., :256] if host.model.is_latent else values for keys, values in found])
+    values = torch.stack(
+        [-keys[..., :256] if host.model.is_latent else values for keys, values in found]
+    )
     host.finish(name)
     return values
 
@@ -76,7 +81,9 @@ def values_of(host: Host, options: dict[str, Any]) -> torch.Tensor:
 def ours(host: Host, num_requests: int) -> dict[str, Any]:
     """Everything that does not need the truth."""
     facts: dict[str, Any] = {
-        "groups": [type(g.kv_cache_spec).__name__ for g in host.manager.kv_cache_config.kv_cache_groups]
+        "groups": [
+            type(g.kv_cache_spec).__name__ for g in host.manager.kv_cache_config.kv_cache_groups
+        ]
     }
     facts |= {name: asdict(grafted(host, options)) for name, options in RECOMPUTED.items()}
     facts["naive"] = asdict(grafted(host, NAIVE))
@@ -102,11 +109,16 @@ def ours(host: Host, num_requests: int) -> dict[str, Any]:
     facts["near_duplicates"] = near_duplicates(host)
     facts["stored"] = len(facts["groups"]) == 1 and not host.model.is_latent and stored(host)
     host.forget()
-    traffic = Traffic(host, np.random.default_rng(5), [OFF, EVERYTHING], [None, NAIVE], LONG, (1, 4, 20, 60))
+    traffic = Traffic(
+        host, np.random.default_rng(5), [OFF, EVERYTHING], [None, NAIVE], LONG, (1, 4, 20, 60)
+    )
     traffic.run(num_requests)
     host.settle()
     facts["problems"] = host.problems()
-    facts["counts"] = dict(traffic.counts) | {"evictions": host.num_evictions, "preemptions": host.num_preemptions}
+    facts["counts"] = dict(traffic.counts) | {
+        "evictions": host.num_evictions,
+        "preemptions": host.num_preemptions,
+    }
     facts["exact"] = [(asdict(ask), asdict(answer)) for ask, answer in traffic.ended]
     return facts
 
@@ -132,7 +144,10 @@ def stored(host: Host) -> bool:
     parts = [range(n * size, (n + 1) * size) for n in range(len(held))]
     tokens = np.zeros(size, np.int32)
     blocks = [
-        StoredBlock({name: part[:, at] for name, part in payload.items()}, tokens, b"", b"", 0, 0, True) for at in parts
+        StoredBlock(
+            {name: part[:, at] for name, part in payload.items()}, tokens, b"", b"", 0, 0, True
+        )
+        for at in parts
     ]
     free = [b.block_id for b in pool if not (b.ref_cnt or b.block_hash or b.is_null)][: len(held)]
     arrived = worker._take_in(Load(0, [], free), blocks)
@@ -142,7 +157,8 @@ def stored(host: Host) -> bool:
 
 
 def followed(model: Path, engine: dict[str, Any]) -> dict[str, Any]:
-    """The answer where decode steps follow a flow, and then where they do not; or why vLLM is not started with one."""
+    """The answer where decode steps follow a flow, and then where they do not; or why vLLM is not
+    started with one."""
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
@@ -157,7 +173,9 @@ def followed(model: Path, engine: dict[str, Any]) -> dict[str, Any]:
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     tokens = []
     for _ in range(2):
-        [output] = llm.generate([as_prompt(Ask(PROMPT))], [as_sampling(Ask(PROMPT))], use_tqdm=False)
+        [output] = llm.generate(
+            [as_prompt(Ask(PROMPT))], [as_sampling(Ask(PROMPT))], use_tqdm=False
+        )
         tokens.append(as_answer(output).tokens)
         for module in runner.get_model().modules():
             if isinstance(module, Attention):
@@ -166,19 +184,21 @@ def followed(model: Path, engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def differs(tokens: list[int], truth: Any) -> bool:
-    """Whether an answer is another one than plain vLLM's, unless two tokens were as likely to it in float32: then
-    vLLM's own answer depends on what else is in its batch."""
+    """Whether an answer is another one than plain vLLM's, unless two tokens were as likely to it in
+    float32: then vLLM's own answer depends on what else is in its batch."""
     theirs = list(truth.token_ids)
     if tokens == theirs:
         return False
-    place = next(at for at, pair in enumerate(zip(tokens, theirs, strict=True)) if pair[0] != pair[1])
+    place = next(
+        at for at, pair in enumerate(zip(tokens, theirs, strict=True)) if pair[0] != pair[1]
+    )
     likely = {token: found.logprob for token, found in truth.logprobs[place].items()}
     return abs(likely.get(tokens[place], -1e9) - likely[theirs[place]]) > TIE
 
 
 def allow_prefixes_with_latents() -> None:
-    """vLLM switches prefix caching and chunked prefill off for MLA on CPUs without AMX, whose kernels are slow, not
-    wrong: leave them on."""
+    """vLLM switches prefix caching and chunked prefill off for MLA on CPUs without AMX, whose
+    kernels are slow, not wrong: leave them on."""
     from vllm.platforms import current_platform
 
     platform, check = type(current_platform), current_platform.check_and_update_config
@@ -186,7 +206,9 @@ def allow_prefixes_with_latents() -> None:
     def check_and_update_config(config: Any) -> None:
         tokens = config.scheduler_config.max_num_batched_tokens
         check(config)
-        config.cache_config.enable_prefix_caching = config.scheduler_config.enable_chunked_prefill = True
+        config.cache_config.enable_prefix_caching = (
+            config.scheduler_config.enable_chunked_prefill
+        ) = True
         config.scheduler_config.max_num_batched_tokens = tokens
 
     platform.check_and_update_config = staticmethod(check_and_update_config)
@@ -204,13 +226,21 @@ def main(answers: IO[str]) -> None:
     host.llm.llm_engine.engine_core.shutdown()
     ensure_kv_transfer_shutdown()
     plain = start_engine(Path(job["model"]), with_kvgraft=False, **job["engine"])
-    asks = [Ask(PROMPT), Ask(EDITED), *[Ask(ask["prompt"], max_tokens=ask["max_tokens"]) for ask, _ in facts["exact"]]]
+    asks = [
+        Ask(PROMPT),
+        Ask(EDITED),
+        *[Ask(ask["prompt"], max_tokens=ask["max_tokens"]) for ask, _ in facts["exact"]],
+    ]
     outputs = plain.generate(
-        [as_prompt(ask) for ask in asks], [as_sampling(ask, logprobs=5) for ask in asks], use_tqdm=False
+        [as_prompt(ask) for ask in asks],
+        [as_sampling(ask, logprobs=5) for ask in asks],
+        use_tqdm=False,
     )
     facts["plain"], facts["plain_edited"], *_ = [as_answer(output).tokens for output in outputs]
     pairs = zip(facts.pop("exact"), outputs[2:], strict=True)
-    facts["wrong"] = [ask["options"] for (ask, mine), truth in pairs if differs(mine["tokens"], truth.outputs[0])]
+    facts["wrong"] = [
+        ask["options"] for (ask, mine), truth in pairs if differs(mine["tokens"], truth.outputs[0])
+    ]
     facts["num_exact"] = len(outputs) - 2
     plain.llm_engine.engine_core.shutdown()
     facts["flow"] = followed(Path(job["model"]), job["engine"])

@@ -16,18 +16,32 @@ from kvgraft.engine.config import load_config  # noqa: E402
 from kvgraft.vllm.compat.families import BY_HEAD_ARCHITECTURES  # noqa: E402
 
 PAGE = TESTS.parent / "docs" / "models.md"
-BEGIN, END = "<!-- families: written by tests/vllm/family_table.py -->\n", "<!-- end of families -->\n"
+BEGIN, END = (
+    "<!-- families: written by tests/vllm/family_table.py -->\n",
+    "<!-- end of families -->\n",
+)
 HEAD = (
-    "| family | vLLM's class | attention | grafts | edited | documents | store | flows | head maps | native engine |",
+    "| family | vLLM's class | attention | grafts | edited | documents | store | flows | head maps "
+    "| native engine |",
     "|---|---|---|---|---|---|---|---|---|---|",
 )
-LAYERS = {"FullAttentionSpec": "full", "SlidingWindowSpec": "windows", "ChunkedLocalAttentionSpec": "chunks"}
+LAYERS = {
+    "FullAttentionSpec": "full",
+    "SlidingWindowSpec": "windows",
+    "ChunkedLocalAttentionSpec": "chunks",
+}
 
 
 def is_grafted(facts: Mapping[str, Any]) -> bool:
-    """Whether recomputing everything is exact, grafts read their source, and exact prefixes stay exact."""
+    """Whether recomputing everything is exact, grafts read their source, and exact prefixes stay
+    exact."""
     recomputed = all(facts[policy]["tokens"] == facts["plain"] for policy in ("sparsex", "spread"))
-    return recomputed and facts["copied"] and facts["naive"]["report"]["grafted_tokens"] > 480 and not facts["wrong"]
+    return (
+        recomputed
+        and facts["copied"]
+        and facts["naive"]["report"]["grafted_tokens"] > 480
+        and not facts["wrong"]
+    )
 
 
 def row(family: str, variant: str, model: Path, facts: Mapping[str, Any]) -> str:
@@ -72,7 +86,10 @@ def main() -> None:
     from test_families import CASES, facts_of
 
     with TemporaryDirectory() as folder:
-        rows = {case: row(*case, Path(folder) / case[0], facts_of(Path(folder), *case)) for case in CASES}
+        rows = {
+            case: row(*case, Path(folder) / case[0], facts_of(Path(folder), *case))
+            for case in CASES
+        }
     text = PAGE.read_text(encoding="utf-8")
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]
     PAGE.write_text(before + BEGIN + table(rows) + END + after, encoding="utf-8")

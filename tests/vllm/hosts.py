@@ -13,12 +13,14 @@ from vllm.v1.core.kv_cache_utils import get_group_id
 
 
 class Host:
-    """An engine, its scheduler side and its worker side. Requests go by the names that `add` gives them.
+    """An engine, its scheduler side and its worker side. Requests go by the names that `add` gives
+    them.
 
     Attributes:
         outputs: the latest output of every request.
         stats: what the connector's metrics have counted since `forget`.
-        num_preemptions, num_evictions, num_drafted, num_accepted: since `forget`; the last two of drafted tokens.
+        num_preemptions, num_evictions, num_drafted, num_accepted: since `forget`; the last two of
+            drafted tokens.
     """
 
     def __init__(self, model: Path, **settings: Any) -> None:
@@ -58,18 +60,22 @@ class Host:
         """Hand in a request; returns its name."""
         name = next(self._names)
         params = as_sampling(ask, **sampling)
-        self._ids[name] = self.engine.add_request(name, as_prompt(ask), params, lora_request=as_lora(ask))
+        self._ids[name] = self.engine.add_request(
+            name, as_prompt(ask), params, lora_request=as_lora(ask)
+        )
         return name
 
     def count_forwards(self) -> int:
-        """Count from now on in `num_forwards` the recoveries' forwards of the whole model, and in `num_layers` the
-        layers that are called in them, which a compiled model does not call."""
+        """Count from now on in `num_forwards` the recoveries' forwards of the whole model, and in
+        `num_layers` the layers that are called in them, which a compiled model does not call."""
         self.num_forwards = self.num_layers = 0
         run_model = self.model.run_model
 
         def counting(*given: Any) -> Any:
             self.num_forwards += 1
-            hooks = [layer.module.register_forward_pre_hook(count_layer) for layer in self.model.layers]
+            hooks = [
+                layer.module.register_forward_pre_hook(count_layer) for layer in self.model.layers
+            ]
             states = run_model(*given)
             for hook in hooks:
                 hook.remove()
@@ -94,9 +100,15 @@ class Host:
         return self._ids[name] in self.scheduler.requests
 
     def preempt(self, name: str, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Take a running request's blocks, as for want of others; it comes back after something has happened."""
+        """Take a running request's blocks, as for want of others; it comes back after something has
+        happened."""
         request = self.request(name)
-        blocks = {block for table in self.manager.get_block_ids(request.request_id) for block in table if block}
+        blocks = {
+            block
+            for table in self.manager.get_block_ids(request.request_id)
+            for block in table
+            if block
+        }
         self.scheduler.running.remove(request)
         self.scheduler._preempt_request(request, 0.0)
         self.scheduler.waiting.remove_requests([request])
@@ -120,11 +132,16 @@ class Host:
             if condition():
                 return number
             self.step()
-        raise AssertionError(f"nothing ended in {limit} steps: {[*self.scheduler.waiting]}, {self.scheduler.running}")
+        raise AssertionError(
+            f"nothing ended in {limit} steps: {[*self.scheduler.waiting]}, {self.scheduler.running}"
+        )
 
     def finish(self, *names: str, limit: int = 4000) -> list[Answer]:
         """Step until these requests have ended and their last output is here."""
-        self.step_until(lambda: all(name in self.outputs and self.outputs[name].finished for name in names), limit)
+        self.step_until(
+            lambda: all(name in self.outputs and self.outputs[name].finished for name in names),
+            limit,
+        )
         return [as_answer(self.outputs[name]) for name in names]
 
     def ask(self, *asks: Ask, limit: int = 4000) -> list[Answer]:
@@ -156,37 +173,49 @@ class Host:
         self.poison(range(1, self.manager.block_pool.num_gpu_blocks))
 
     def slots(self, name: str) -> Tensor:
-        """int64 [n]: where the KV of a running request's tokens lies, in the layers of the main group."""
+        """int64 [n]: where the KV of a running request's tokens lies, in the layers of the main
+        group."""
         blocks = self.manager.get_block_ids(self._ids[name])[self.known.groups.main]
         return self.slots_of(blocks)[: self.request(name).num_tokens]
 
     def slots_of(self, blocks: Iterable[int]) -> Tensor:
         """int64 [n * block size]."""
         size = self.known.block_size
-        return (torch.tensor(list(blocks), dtype=torch.int64)[:, None] * size + torch.arange(size)).flatten()
+        return (
+            torch.tensor(list(blocks), dtype=torch.int64)[:, None] * size + torch.arange(size)
+        ).flatten()
 
     def read_kv(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all attention layers, each [L, n, Hkv, d]."""
-        pairs = [self.model.read(layer, slots) for layer in range(self.model.draft_attentions.start)]
+        pairs = [
+            self.model.read(layer, slots) for layer in range(self.model.draft_attentions.start)
+        ]
         keys, values = zip(*pairs, strict=True)
         return torch.stack(keys), torch.stack(values)
 
     def write_kv(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """As `read_kv` reads them."""
         for layer in range(self.model.draft_attentions.start):
-            self.model.write(layer, keys[layer].to(self.model.dtype), values[layer].to(self.model.dtype), slots)
+            self.model.write(
+                layer, keys[layer].to(self.model.dtype), values[layer].to(self.model.dtype), slots
+            )
 
     def poison(self, blocks: Iterable[int], value: float = 3.0) -> None:
-        """Fill blocks with something that was never computed; finite, so that no check can notice it. What is known
-        of a block is of one group, whose layers alone have it: others may lay it out in another way."""
+        """Fill blocks with something that was never computed; finite, so that no check can notice
+        it. What is known of a block is of one group, whose layers alone have it: others may lay it
+        out in another way."""
         blocks, pool = list(blocks), self.manager.block_pool.blocks
         groups = [self.known.groups.main, *self.known.groups.others]
-        of_block = {b: get_group_id(pool[b].block_hash) for b in blocks if pool[b].block_hash is not None}
+        of_block = {
+            b: get_group_id(pool[b].block_hash) for b in blocks if pool[b].block_hash is not None
+        }
         for at in range(self.model.draft_attentions.start):
             group = groups[self.model.group_of[at]]
             slots = self.slots_of(block for block in blocks if of_block.get(block, group) == group)
             keys, values = self.model.read(at, slots)
-            self.model.write(at, torch.full_like(keys, value), torch.full_like(values, -value), slots)
+            self.model.write(
+                at, torch.full_like(keys, value), torch.full_like(values, -value), slots
+            )
 
     def poison_known(self) -> int:
         """Poison all that vLLM or the index could offer to somebody; how many blocks."""
@@ -194,7 +223,8 @@ class Host:
         return len(known)
 
     def evict(self, blocks: Iterable[int]) -> None:
-        """What happens to blocks that are reclaimed: vLLM forgets their content, others write to them."""
+        """What happens to blocks that are reclaimed: vLLM forgets their content, others write to
+        them."""
         blocks = set(blocks)
         assert all(self.manager.block_pool.blocks[block].ref_cnt == 0 for block in blocks)
         self.manager.block_pool.evict_blocks(blocks)
@@ -202,11 +232,19 @@ class Host:
 
     def blocks_with_content(self) -> set[int]:
         """Blocks that vLLM or the index could offer to somebody."""
-        return {block.block_id for block in self.manager.block_pool.blocks if block.block_hash is not None}
+        return {
+            block.block_id
+            for block in self.manager.block_pool.blocks
+            if block.block_hash is not None
+        }
 
     def continuable(self) -> set[bytes]:
-        """Hashes of approximate blocks that a prompt would find which goes on with all that stands before them."""
-        known, cached = self.side._continuing._known._blocks, self.manager.block_pool.get_cached_block
+        """Hashes of approximate blocks that a prompt would find which goes on with all that stands
+        before them."""
+        known, cached = (
+            self.side._continuing._known._blocks,
+            self.manager.block_pool.get_cached_block,
+        )
         reachable: set[Any] = set()
         for (before, _), (key, *_) in known.items():  # what follows was added later
             if (before in reachable or isinstance(before, tuple)) and cached(key, [0]):
@@ -221,9 +259,16 @@ class Host:
         """Everything that must not be when no request is left; an empty list is good."""
         entries = [page for entry in self.known.pins.list() for page in entry.pages]
         pinned = [held for page in entries for held in self.known.pool.held(page)]
-        references = {block.block_id: block.ref_cnt for block in self.manager.block_pool.blocks if not block.is_null}
+        references = {
+            block.block_id: block.ref_cnt
+            for block in self.manager.block_pool.blocks
+            if not block.is_null
+        }
         expected = {block: pinned.count(block) for block in references}
-        tables = {number: m.req_to_blocks for number, m in enumerate(self.manager.coordinator.single_type_managers)}
+        tables = {
+            number: m.req_to_blocks
+            for number, m in enumerate(self.manager.coordinator.single_type_managers)
+        }
         checks = {
             "requests in vLLM's scheduler": dict(self.scheduler.requests),
             "block tables": {number: dict(table) for number, table in tables.items() if table},
@@ -246,7 +291,11 @@ class Host:
         from kvgraft.vllm.stats import Stats
 
         client, pool = self.engine.engine_core, self.manager.block_pool
-        get_output, preempt, evict = client.get_output, self.scheduler._preempt_request, pool._maybe_evict_cached_block
+        get_output, preempt, evict = (
+            client.get_output,
+            self.scheduler._preempt_request,
+            pool._maybe_evict_cached_block,
+        )
 
         def listening() -> Any:
             outputs = get_output()

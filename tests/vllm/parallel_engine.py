@@ -3,9 +3,8 @@
     {"model": directory, "with_kvgraft": bool, "engine": {arguments of AsyncEngineArgs},
      "asks": [[token ids, kvgraft options, number of the replica or null]]}
 
-The answers are a list of {tokens, grafted, reason}, each asked when the one before has ended; or, where the engine
-does not start, {"refused": what it said}.
-"""
+The answers are a list of {tokens, grafted, reason}, each asked when the one before has ended; or,
+where the engine does not start, {"refused": what it said}."""
 
 import asyncio
 import json
@@ -45,10 +44,18 @@ async def answer(job: dict[str, Any]) -> list[dict[str, Any]]:
     for number, (tokens, options, replica) in enumerate(job["asks"]):
         ask = Ask(tokens, options)
         sampling = as_sampling(ask, output_kind=RequestOutputKind.FINAL_ONLY)
-        async for output in engine.generate(as_prompt(ask), sampling, str(number), data_parallel_rank=replica):
+        async for output in engine.generate(
+            as_prompt(ask), sampling, str(number), data_parallel_rank=replica
+        ):
             said = as_answer(output)
         report = said.report
-        found.append({"tokens": said.tokens, "grafted": report.get("grafted_tokens"), "reason": report.get("reason")})
+        found.append(
+            {
+                "tokens": said.tokens,
+                "grafted": report.get("grafted_tokens"),
+                "reason": report.get("reason"),
+            }
+        )
     engine.shutdown()
     return found
 

@@ -1,8 +1,8 @@
-"""An engine in a process of its own, since only one can have our connector in a process, and plain vLLM has none.
+"""An engine in a process of its own, since only one can have our connector in a process, and plain
+vLLM has none.
 
-Run as a script it reads lines of JSON, each a list of `Ask` or the name of a number that a `Host` counts or returns,
-and writes for each a line: the list of `Answer` or the number.
-"""
+Run as a script it reads lines of JSON, each a list of `Ask` or the name of a number that a `Host`
+counts or returns, and writes for each a line: the list of `Answer` or the number."""
 
 import json
 import os
@@ -15,12 +15,22 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "vllm")]
 
 import warm  # noqa: E402
-from engines import ENVIRONMENT, Answer, Ask, as_answer, as_lora, as_prompt, as_sampling, start_engine  # noqa: E402
+from engines import (  # noqa: E402
+    ENVIRONMENT,
+    Answer,
+    Ask,
+    as_answer,
+    as_lora,
+    as_prompt,
+    as_sampling,
+    start_engine,
+)
 from hosts import Host  # noqa: E402
 
 
 class HostProcess:
-    """Answers requests from another process. Answers without options are kept, so asking again is free.
+    """Answers requests from another process. Answers without options are kept, so asking again is
+    free.
 
     Args:
         log: file for everything that the engine says.
@@ -38,15 +48,23 @@ class HostProcess:
     def ask(self, *asks: Ask) -> list[Answer]:
         """Answers to requests that arrive together."""
         keys = [json.dumps(asdict(ask)) for ask in asks]
-        new = [ask for ask, key in zip(asks, keys, strict=True) if ask.options or key not in self._kept]
+        new = [
+            ask for ask, key in zip(asks, keys, strict=True) if ask.options or key not in self._kept
+        ]
         if new:
             found = self._exchange([asdict(ask) for ask in new])
-            self._kept |= {json.dumps(asdict(ask)): Answer(**answer) for ask, answer in zip(new, found, strict=True)}
+            self._kept |= {
+                json.dumps(asdict(ask)): Answer(**answer)
+                for ask, answer in zip(new, found, strict=True)
+            }
         return [self._kept[key] for key in keys]
 
     def tokens(self, *prompts: Any, max_tokens: int = 8) -> list[list[int]]:
         """What is generated for these prompts."""
-        return [answer.tokens for answer in self.ask(*[Ask(prompt, max_tokens=max_tokens) for prompt in prompts])]
+        return [
+            answer.tokens
+            for answer in self.ask(*[Ask(prompt, max_tokens=max_tokens) for prompt in prompts])
+        ]
 
     def counted(self, name: str) -> int:
         """A number that the `Host` in there has counted."""
@@ -96,7 +114,9 @@ def _answers(engine: Any, asks: list[Ask]) -> list[Answer]:
     if not isinstance(engine, Host):
         loras = [as_lora(a) for a in asks] if any(a.adapter for a in asks) else None
         params = [as_sampling(a) for a in asks]
-        outputs = engine.generate([as_prompt(a) for a in asks], params, use_tqdm=False, lora_request=loras)
+        outputs = engine.generate(
+            [as_prompt(a) for a in asks], params, use_tqdm=False, lora_request=loras
+        )
         return [as_answer(output) for output in outputs]
     found = engine.ask(*asks)
     engine.settle()

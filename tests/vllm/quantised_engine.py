@@ -1,4 +1,5 @@
-"""An engine with our connector and quantised keys and values, or weights, that says of itself what tests must know.
+"""An engine with our connector and quantised keys and values, or weights, that says of itself what
+tests must know.
 
 {"model": path, "engine": arguments of vllm.LLM} as JSON on stdin, what was found as the last line.
 """
@@ -33,14 +34,19 @@ PROMPTS = [
 
 
 def bound(exact: Tensor, cache_dtype: str, scale: float, slack: Tensor | float = 0.0) -> Tensor:
-    """How far from a number the nearest one in eight bits may be: half a step, which is a share of normal numbers and
-    the same for all smaller ones. Of numbers within range; `slack` is what they are wrong by before."""
-    relative, least = ROUNDING.get(cache_dtype, (0.0, 0.0))  # no more than slack where nothing is quantised
+    """How far from a number the nearest one in eight bits may be: half a step, which is a share of
+    normal numbers and the same for all smaller ones. Of numbers within range; `slack` is what they
+    are wrong by before."""
+    # no more than slack where nothing is quantised
+    relative, least = ROUNDING.get(cache_dtype, (0.0, 0.0))
     return (exact.abs() * relative).clamp(min=least * scale) + torch.as_tensor(slack).abs()
 
 
-def codes_while_decoding(host: Host, prompt: list[int], options: dict[str, Any], salt: str | None = None) -> Any:
-    """Codes of a prompt's keys and values, each [L, n, Hkv, d], when its first token has been generated; its answer."""
+def codes_while_decoding(
+    host: Host, prompt: list[int], options: dict[str, Any], salt: str | None = None
+) -> Any:
+    """Codes of a prompt's keys and values, each [L, n, Hkv, d], when its first token has been
+    generated; its answer."""
     name = host.add(Ask(prompt, options, salt, max_tokens=3))
     host.step_until(lambda: name in host.outputs)
     slots = host.slots(name)[: len(prompt)]
@@ -61,7 +67,9 @@ def recomputed(host: Host, everything: dict[str, Any]) -> dict[str, Any]:
         "recomputed_grafted": [answer.grafted > 150 for answer in together],
         "recomputed_prefix": [answer.report["prefix_tokens"] for answer in together],
         "different_codes": float(((keys != exact_keys) | (values != exact_values)).float().mean()),
-        "relative_error": max(_error(host, *pair) for pair in ((keys, exact_keys), (values, exact_values))),
+        "relative_error": max(
+            _error(host, *pair) for pair in ((keys, exact_keys), (values, exact_values))
+        ),
     }
 
 
@@ -80,7 +88,10 @@ def grafted(host: Host, moved: int) -> dict[str, Any]:
     source = host.slots(name)[len(before) : len(before) + 288]
     host.finish(name)
     shape = (host.model.num_layers, len(source), host.model.num_kv_heads, host.model.head_dim)
-    drawn = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(host.model.dtype) for seed in (0, 1))
+    drawn = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(host.model.dtype)
+        for seed in (0, 1)
+    )
     host.write_kv(source, *drawn)
     held, held_values = host.read_kv(source)
 
@@ -105,8 +116,8 @@ def grafted(host: Host, moved: int) -> dict[str, Any]:
 
 
 def grafted_by_head(host: Host) -> dict[str, int]:
-    """Of a document that is moved: how many codes of reused heads are not what a naive graft has, in deep layers, and
-    in how many (token, layer, head) any number is another than it."""
+    """Of a document that is moved: how many codes of reused heads are not what a naive graft has,
+    in deep layers, and in how many (token, layer, head) any number is another than it."""
     host.forget()
     host.read(DOCUMENT)
     prompt = words(45, 4) + DOCUMENT + words(5, 5)
@@ -117,7 +128,9 @@ def grafted_by_head(host: Host) -> dict[str, int]:
     differs = ((keys != naive) | (values != naive_values))[:, start:stop].any(-1)  # [L, n, Hkv]
     heads = host.queue._head_map
     shallow = count_layers(None, RedKnot.dense_share, len(differs))
-    reused = [heads.heads(layer, HeadClass.LOCAL, HeadClass.RETRIEVAL) for layer in range(len(differs))]
+    reused = [
+        heads.heads(layer, HeadClass.LOCAL, HeadClass.RETRIEVAL) for layer in range(len(differs))
+    ]
     reused_deep = torch.tensor(reused) & (torch.arange(len(differs)) >= shallow)[:, None]
     return {
         "grafted": stop - start,
@@ -146,7 +159,12 @@ def kept_apart(host: Host) -> dict[str, Any]:
     [poisoned] = host.ask(Ask(prompt, NAIVE, max_tokens=40))
     host.forget()
     host.read(DOCUMENT, OTHER)
-    [kept] = host.ask(Ask(words(40, 4) + DOCUMENT + OTHER + words(20, 5), {"policy": "condense", "kept_share": 0.5}))
+    [kept] = host.ask(
+        Ask(
+            words(40, 4) + DOCUMENT + OTHER + words(20, 5),
+            {"policy": "condense", "kept_share": 0.5},
+        )
+    )
     return {
         "other_namespace": other.grafted,
         "off": right.tokens,

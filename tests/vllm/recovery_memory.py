@@ -1,11 +1,16 @@
-"""Prints, in bytes, the stated bound of a recovery of 32,000 tokens and by how much it really grew the process."""
+"""Prints, in bytes, the stated bound of a recovery of 32,000 tokens and by how much it really grew
+the process."""
 
 import json
 import os
 import sys
 from pathlib import Path
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
 
 import numpy as np
 from vllm import LLM, SamplingParams
@@ -18,7 +23,9 @@ TOKENS = 32_000
 
 def peak(key: str) -> int:
     """`VmHWM` (highest) or `VmRSS` (now) of this process, bytes."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)]
+    [line] = [
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    ]
     return 1024 * int(line.split()[1])
 
 
@@ -37,8 +44,12 @@ def main(model: str, policy: str) -> None:
     documents = np.array_split(random.integers(3, 150, TOKENS - 200), 20)
 
     def ask(parts: list[np.ndarray]) -> int:
-        tokens = np.concatenate([random.integers(3, 150, 100), *parts, random.integers(3, 150, 100)]).tolist()
-        [answer] = llm.generate({"prompt_token_ids": tokens}, SamplingParams(max_tokens=1), use_tqdm=False)
+        tokens = np.concatenate(
+            [random.integers(3, 150, 100), *parts, random.integers(3, 150, 100)]
+        ).tolist()
+        [answer] = llm.generate(
+            {"prompt_token_ids": tokens}, SamplingParams(max_tokens=1), use_tqdm=False
+        )
         return answer.kv_transfer_params["kvgraft"]["grafted_tokens"]
 
     ask(documents)
@@ -46,7 +57,15 @@ def main(model: str, policy: str) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the highest so far is now the present
     grafted = ask(documents[::-1])
     grown = peak("VmHWM") - before
-    print(json.dumps({"grafted": grafted, "bound": recovery_bytes(llm.llm_engine.vllm_config), "grown": grown}))
+    print(
+        json.dumps(
+            {
+                "grafted": grafted,
+                "bound": recovery_bytes(llm.llm_engine.vllm_config),
+                "grown": grown,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

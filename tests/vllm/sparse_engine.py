@@ -1,9 +1,9 @@
 """An engine of vLLM that follows a flow, in a process of its own.
 
-Run as a script it reads one JSON object, `model`, `flow`, `settings` and what to do, and prints what became of it:
-`rounds` of `Ask`, those of a round together; with `everything` no request is too short to be decoded sparsely; the
-requests of `trouble` come first, are preempted and aborted, and their blocks overwritten.
-"""
+Run as a script it reads one JSON object, `model`, `flow`, `settings` and what to do, and prints
+what became of it: `rounds` of `Ask`, those of a round together; with `everything` no request is too
+short to be decoded sparsely; the requests of `trouble` come first, are preempted and aborted, and
+their blocks overwritten."""
 
 import json
 import os
@@ -35,7 +35,10 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         preempted = _count(scheduler, "_preempt_request")
         found = [[as_answer(output) for output in _generate(llm, asks)] for asks in rounds]
-        return {"tokens": [[a.tokens for a in answers] for answers in found], "preempted": preempted[0]}
+        return {
+            "tokens": [[a.tokens for a in answers] for answers in found],
+            "preempted": preempted[0],
+        }
     host = Host(Path(given["model"]), **settings)
     if given.get("trouble"):
         _trouble(host, [Ask(**ask) for ask in given["trouble"]])
@@ -44,7 +47,9 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     return {
         "tokens": [[answer.tokens for answer in answers] for answers in found],
         "cached": [[answer.cached for answer in answers] for answers in found],
-        "grafted": [[answer.report.get("grafted_tokens", 0) for answer in answers] for answers in found],
+        "grafted": [
+            [answer.report.get("grafted_tokens", 0) for answer in answers] for answers in found
+        ],
         **_count_rows(host),
         "problems": host.problems(),
     }
@@ -69,7 +74,8 @@ def _count(owner: Any, name: str) -> list[int]:
 
 
 def _trouble(host: Host, asks: list[Ask]) -> None:
-    """Everything that befalls blocks: preemption in the middle of an answer, loss of what was cached, abortion."""
+    """Everything that befalls blocks: preemption in the middle of an answer, loss of what was
+    cached, abortion."""
     names = [host.add(ask) for ask in asks]
     host.step_until(lambda: all(host.request(name).num_output_tokens >= 3 for name in names))
     host.preempt(names[0])
@@ -82,7 +88,8 @@ def _trouble(host: Host, asks: list[Ask]) -> None:
 
 
 def _count_rows(host: Host) -> dict[str, int]:
-    """Rows of all layers that the flow has taken up, and how many of them are not what the blocks as they are give."""
+    """Rows of all layers that the flow has taken up, and how many of them are not what the blocks
+    as they are give."""
     from kvgraft.decode.indexer import Indexer
 
     taken_up = stale = 0
@@ -93,7 +100,10 @@ def _count_rows(host: Host) -> dict[str, int]:
         indexer, rows = caches.indexer, caches.rows((~caches.written).nonzero()[:, 0])
         taken_up += len(rows)
         anew = Indexer(indexer.program, len(caches.written) * caches.num_heads, caches.kv_cache)
-        anew.at(slice(None), *attention.impl.layout.pages(attention, caches.kv_cache, attention.head_size)).fill(rows)
+        anew.at(
+            slice(None),
+            *attention.impl.layout.pages(attention, caches.kv_cache, attention.head_size),
+        ).fill(rows)
         for name, cache in indexer.caches.items():
             stale += int((cache[rows] != anew.caches[name][rows]).flatten(1).any(1).sum())
     return {"taken_up": taken_up, "stale": stale}

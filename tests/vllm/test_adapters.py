@@ -43,9 +43,18 @@ def write(path: Path, weights: bytes) -> None:
     (path / "adapter_model.safetensors").write_bytes(weights)
 
 
-def request(path: Path | str, name: str = "a", number: int = 1, *, anew: bool = False, tokens: Any = TOKENS) -> Request:
+def request(
+    path: Path | str, name: str = "a", number: int = 1, *, anew: bool = False, tokens: Any = TOKENS
+) -> Request:
     lora = LoRARequest(name, number, str(path), load_inplace=anew)
-    return Request("r", tokens, SamplingParams(max_tokens=BLOCK), None, lora_request=lora, block_hasher=hasher())
+    return Request(
+        "r",
+        tokens,
+        SamplingParams(max_tokens=BLOCK),
+        None,
+        lora_request=lora,
+        block_hasher=hasher(),
+    )
 
 
 def arrive(adapters: RequestAdapters, *given: Any, **more: Any) -> tuple[Adapter, list[Any]]:
@@ -101,22 +110,30 @@ def test_a_block_that_fills_up_later_has_another_hash_too(path: Path, adapters: 
     assert short.cache_salt is None
 
 
-def test_what_workers_have_loaded_counts_and_not_what_the_files_are(path: Path, adapters: RequestAdapters):
+def test_what_workers_have_loaded_counts_and_not_what_the_files_are(
+    path: Path, adapters: RequestAdapters
+):
     first, plain = arrive(adapters, path)
     adapters.learn({1: first.digest}, [])
     write(path, b"other")
     assert arrive(adapters, path) == (first, plain)
-    assert arrive(adapters, path, "a", 2)[0].digest != first.digest, "this one has not been loaded yet"
+    assert arrive(adapters, path, "a", 2)[0].digest != first.digest, (
+        "this one has not been loaded yet"
+    )
 
 
-def test_a_request_whose_adapter_got_other_weights_leaves_nothing(path: Path, adapters: RequestAdapters):
+def test_a_request_whose_adapter_got_other_weights_leaves_nothing(
+    path: Path, adapters: RequestAdapters
+):
     options = RequestOptions(parse_policy("naive"))
     states = []
     for name, number in (("a", 1), ("b", 2)):
         arrived = request(path, name, number)
         scope = scope_digest("model", name)
         states.append(
-            RequestState(arrived, options, BlockProvenance(scope), adapters.of(arrived), recovery_key="naive")
+            RequestState(
+                arrived, options, BlockProvenance(scope), adapters.of(arrived), recovery_key="naive"
+            )
         )
     adapters.learn({1: "others"}, states)
     assert [state.has_known_weights for state in states] == [False, True]

@@ -1,4 +1,5 @@
-"""Rows of a recovery in chunks, long runs first, and how much of a prompt our kernel reads for the others."""
+"""Rows of a recovery in chunks, long runs first, and how much of a prompt our kernel reads for the
+others."""
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.vllm.chunks import PrefillChunk, cut, long_first, runs_of
 from properties import examples
 
-KV_BYTES = 2 * 8 * 128 * torch.bfloat16.itemsize  # of a token and layer of an 8B model, which has 32 query heads
+# of a token and layer of an 8B model, which has 32 query heads
+KV_BYTES = 2 * 8 * 128 * torch.bfloat16.itemsize
 TILE = 64 // 4  # rows that read keys and values together
 
 
@@ -36,7 +38,9 @@ def drawn() -> st.SearchStrategy[list[tuple[int, int, int]]]:
 
 @examples(200)
 @given(runs=drawn(), max_rows=st.integers(1, 20), max_runs=st.one_of(st.none(), st.integers(1, 4)))
-def test_chunks_hold_all_rows_in_order(runs: list[tuple[int, int, int]], max_rows: int, max_runs: int | None):
+def test_chunks_hold_all_rows_in_order(
+    runs: list[tuple[int, int, int]], max_rows: int, max_runs: int | None
+):
     prompts, positions = map(np.array, zip(*rows_of(runs), strict=True))
     assert runs_of(prompts, positions) == runs
     chunks = cut(runs, max_rows, max_runs)
@@ -82,10 +86,12 @@ def test_rows_are_taken_and_put_back():
 
 @pytest.mark.parametrize("together", [1, 12])
 def test_keys_and_values_that_rows_of_a_long_prompt_read(together: int):
-    """32K tokens, a tenth of them new, before and behind the known ones, where 1160 are recomputed: single ones, or
-    twelve together."""
+    """32K tokens, a tenth of them new, before and behind the known ones, where 1160 are recomputed:
+    single ones, or twelve together."""
     length, new, count = 32768, 1640, 1160
-    starts = np.random.default_rng(0).choice(np.arange(new, length - new, 24), count // together, replace=False)
+    starts = np.random.default_rng(0).choice(
+        np.arange(new, length - new, 24), count // together, replace=False
+    )
     found = np.sort(np.ravel(starts[:, None] + np.arange(together)))
     at = np.concatenate([np.arange(new), found, np.arange(length - new, length)])
     runs, num_long, order = long_first(runs_of(np.zeros_like(at), at), 64, None)

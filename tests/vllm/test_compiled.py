@@ -1,4 +1,5 @@
-"""A server that compiles its model: recoveries go through what was compiled, and are those of an eager server."""
+"""A server that compiles its model: recoveries go through what was compiled, and are those of an
+eager server."""
 
 from collections.abc import Iterator
 from pathlib import Path

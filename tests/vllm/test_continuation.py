@@ -1,4 +1,5 @@
-"""Prompts that begin with an earlier one go on with its KV in vLLM's blocks; nobody else ever finds that."""
+"""Prompts that begin with an earlier one go on with its KV in vLLM's blocks; nobody else ever finds
+that."""
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ def kinds(answer: Answer) -> tuple[int, int, int]:
     return found
 
 
-def first_turn(host: Host, options: dict = NAIVE, salt: str | None = None, max_tokens: int = 60) -> list[int]:
+def first_turn(
+    host: Host, options: dict = NAIVE, salt: str | None = None, max_tokens: int = 60
+) -> list[int]:
     """A conversation with a graft in it: its prompt and answer, and what comes next."""
     host.ask(Ask(DOCUMENT, OFF, salt, max_tokens=1))
     [answer] = host.ask(Ask(OPENING + DOCUMENT, options, salt, max_tokens))
@@ -37,7 +40,11 @@ def test_the_next_turn_goes_on_with_all_of_the_last_one(host: Host):
     assert kinds(second) == (FIRST, left - FIRST, 0)
     assert second.report["outcome"] == "continued"
     assert second.report["reason"] is None
-    assert second.report["spans"] == [[0, FIRST, "prefix"], [FIRST, left, "continued"], [left, len(prompt), "fresh"]]
+    assert second.report["spans"] == [
+        [0, FIRST, "prefix"],
+        [FIRST, left, "continued"],
+        [left, len(prompt), "fresh"],
+    ]
     assert host.count("tokens_total", "continued") == left - FIRST
     assert host.count("misses_total") == 0
     [third] = host.ask(Ask(prompt + second.tokens + words(9, 4), NAIVE))
@@ -45,7 +52,8 @@ def test_the_next_turn_goes_on_with_all_of_the_last_one(host: Host):
 
 
 def test_it_is_as_plain_vllm_would_have_it(host: Host, plain: HostProcess):
-    """Each turn finds as much as a prefix cache would have found, and where all was recomputed answers are exact."""
+    """Each turn finds as much as a prefix cache would have found, and where all was recomputed
+    answers are exact."""
     prompt = first_turn(host, EVERYTHING)
     found = (370 + 59) // BLOCK * BLOCK
     for turn in range(4):
@@ -59,7 +67,8 @@ def test_it_is_as_plain_vllm_would_have_it(host: Host, plain: HostProcess):
 
 
 def spoil_grafted_blocks(host: Host) -> int:
-    """Overwrite what was grafted, and what only prompts find which go on with it; how many tokens that are."""
+    """Overwrite what was grafted, and what only prompts find which go on with it; how many tokens
+    that are."""
     known = host.side._continuing._known._blocks.values()
     blocks = host.known.pool.find({key for key, _, grafted, _ in known if grafted})
     host.poison(blocks)
@@ -102,7 +111,10 @@ def test_a_plan_that_waits_is_made_anew_when_others_have_come_to_read_what_it_re
     assert known.plan(state, num_prefix)[1] is state.candidate
     other = state.prefix.index(first)
     state.prefix[other] = next(page for page in range(1, NUM_BLOCKS) if page not in state.prefix)
-    assert known.plan(state, num_prefix)[1].in_place == (state.prefix[other], *state.candidate.in_place[1:])
+    assert known.plan(state, num_prefix)[1].in_place == (
+        state.prefix[other],
+        *state.candidate.in_place[1:],
+    )
     state.candidate = None
     host.finish(name)
 
@@ -179,7 +191,9 @@ def test_who_wants_exact_kv_gets_it(host: Host, plain: HostProcess, options: dic
     assert kinds(answer) == (FIRST, 0, 0)
     assert [answer.tokens] == plain.tokens(prompt)
     [again] = host.ask(Ask(prompt, NAIVE))
-    assert kinds(again) == ((len(prompt) - 1) // BLOCK * BLOCK, 0, 0), "what is exact and reaches as far is better"
+    assert kinds(again) == ((len(prompt) - 1) // BLOCK * BLOCK, 0, 0), (
+        "what is exact and reaches as far is better"
+    )
     assert [again.tokens] == [answer.tokens]
 
 

@@ -1,4 +1,5 @@
-"""How vLLM behaves where we rely on it, shown on its own scheduler, pool, runners and kernels without a model.
+"""How vLLM behaves where we rely on it, shown on its own scheduler, pool, runners and kernels
+without a model.
 
 Each failure says what of ours depends on the fact. Names and signatures are in `test_contract.py`.
 """
@@ -43,7 +44,12 @@ from kvgraft.vllm.connector.metadata import WorkerMetadata
 from kvgraft.vllm.groups import CacheGroups
 from kvgraft.vllm.recovery import RecoveryResult
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 2048}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 2048,
+}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -57,7 +63,8 @@ ENGINE = Path(__file__).with_name("grafting_engine.py")
 
 
 class Recorder(KVConnectorBase_V1, SupportsHMA):
-    """Notes what vLLM calls, in its order; claims what the test tells it to, and hides it behind a nonce as we do."""
+    """Notes what vLLM calls, in its order; claims what the test tells it to, and hides it behind a
+    nonce as we do."""
 
     def __init__(self, vllm_config: VllmConfig, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -76,7 +83,9 @@ class Recorder(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         self.calls.append(("new", request.request_id))
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         self.calls.append(("match", num_computed_tokens))
         return self.claims.pop(0) if self.claims else (0, False)
 
@@ -84,7 +93,9 @@ class Recorder(KVConnectorBase_V1, SupportsHMA):
         self.calls.append(("alloc", num_external_tokens, len(blocks.get_block_ids()[0])))
         if num_external_tokens:
             request.block_hashes[:] = [NONCE] * len(request.block_hashes)
-            request.prefill_stats.set(request.num_tokens, 0, request.prefill_stats.num_external_cached_tokens - 40)
+            request.prefill_stats.set(
+                request.num_tokens, 0, request.prefill_stats.num_external_cached_tokens - 40
+            )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self.calls.append(("meta", scheduler_output.total_num_scheduled_tokens))
@@ -93,9 +104,13 @@ class Recorder(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.calls.append(("outcomes", connector_output.finished_recving))
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
         pool = self._kv_cache_manager.block_pool
-        self.calls.append(("finished", len(block_ids[0]), {pool.blocks[block].ref_cnt for block in block_ids[0]}))
+        self.calls.append(
+            ("finished", len(block_ids[0]), {pool.blocks[block].ref_cnt for block in block_ids[0]})
+        )
         return False, {"report": 1}
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -114,7 +129,9 @@ class Recorder(KVConnectorBase_V1, SupportsHMA):
         return WorkerMetadata({"r": RecoveryResult()})
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None: ...
     def wait_for_save(self) -> None: ...
 
 
@@ -139,7 +156,8 @@ def config() -> VllmConfig:
         async_scheduling=False,
     )
     made = args.create_engine_config()
-    made.cache_config.kv_cache_layout = "LBHNC"  # the engine core resolves it, for the CPU always to this
+    # the engine core resolves it, for the CPU always to this
+    made.cache_config.kv_cache_layout = "LBHNC"
     return made
 
 
@@ -149,13 +167,17 @@ def plan_cache(config: VllmConfig, specs: list[dict[str, Any]], memory: list[int
     except ModuleNotFoundError:  # 0.31, 0.32
         return list(kv_cache_utils.get_kv_cache_configs(config, specs, memory))
     return list(
-        planning.get_kv_cache_configs(config, specs, memory, planning.get_global_kv_cache_groups(config, specs))
+        planning.get_kv_cache_configs(
+            config, specs, memory, planning.get_global_kv_cache_groups(config, specs)
+        )
     )
 
 
 @pytest.fixture(scope="module")
 def cache_config(config: VllmConfig) -> Any:
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32)
+    spec = FullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32
+    )
     layers = {f"model.layers.{i}.self_attn.attn": spec for i in range(NUM_LAYERS)}
     [made] = plan_cache(config, [layers], [1 << 26])
     config.cache_config.num_gpu_blocks = made.num_blocks
@@ -174,20 +196,29 @@ class Driver:
             hash_block_size=BLOCK,
             log_stats=True,
         )
-        self.recorder: Recorder = getattr(self.scheduler.connector, "sub_connectors", [self.scheduler.connector])[0]
+        self.recorder: Recorder = getattr(
+            self.scheduler.connector, "sub_connectors", [self.scheduler.connector]
+        )[0]
         self.pool = self.scheduler.kv_cache_manager.block_pool
         if not hasattr(kv_cache_utils, "NONE_HASH"):  # an engine in this process may have its own
             kv_cache_utils.init_none_hash(sha256)
         self.hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
 
-    def add(self, name: str, tokens: list[int], max_tokens: int = 2, cache_salt: str | None = None) -> Request:
-        params = SamplingParams(max_tokens=max_tokens, extra_args={"kv_transfer_params": {"kvgraft": {}}})
-        request = Request(name, tokens, params, None, cache_salt=cache_salt, block_hasher=self.hasher)
+    def add(
+        self, name: str, tokens: list[int], max_tokens: int = 2, cache_salt: str | None = None
+    ) -> Request:
+        params = SamplingParams(
+            max_tokens=max_tokens, extra_args={"kv_transfer_params": {"kvgraft": {}}}
+        )
+        request = Request(
+            name, tokens, params, None, cache_salt=cache_salt, block_hasher=self.hasher
+        )
         self.scheduler.add_request(request)
         return request
 
     def step(self, **connector: Any) -> tuple[SchedulerOutput, list[Any]]:
-        """One step in which every scheduled request gets the token 7 and the workers' connectors say `connector`."""
+        """One step in which every scheduled request gets the token 7 and the workers' connectors
+        say `connector`."""
         plan = self.scheduler.schedule()
         names = list(plan.num_scheduled_tokens)
         answer = ModelRunnerOutput(
@@ -232,12 +263,16 @@ def test_a_request_is_announced_matched_admitted_and_reported_in_this_order(driv
         ("alloc", 100, 4),  # SchedulerSide.admit gets all blocks of the prompt
         ("meta", 0),  # SchedulerSide.end_of_schedule closes every step, also an empty one
     ]
-    assert request.kv_transfer_params == {"kvgraft": {}}, "SchedulerSide._parse reads the options there"
+    assert request.kv_transfer_params == {"kvgraft": {}}, (
+        "SchedulerSide._parse reads the options there"
+    )
 
 
 def test_an_asynchronous_load_runs_after_the_forward_pass(driver: Driver):
     driver.load()
-    assert not driver.plan.has_sync_kv_loads, "WorkerSide.step reads blocks that the same step computes"
+    assert not driver.plan.has_sync_kv_loads, (
+        "WorkerSide.step reads blocks that the same step computes"
+    )
 
 
 def test_a_loading_request_keeps_waiting_and_the_engine_keeps_stepping(driver: Driver):
@@ -253,11 +288,15 @@ def test_a_loading_request_keeps_waiting_and_the_engine_keeps_stepping(driver: D
 
 def test_loading_blocks_get_hashes_only_when_the_load_has_ended(driver: Driver):
     request = driver.load()
-    assert driver.hashes(request) == [None] * 4, "SchedulerSide._hide replaces the hashes after the allocation"
+    assert driver.hashes(request) == [None] * 4, (
+        "SchedulerSide._hide replaces the hashes after the allocation"
+    )
     driver.step(finished_recving={"r"})
     driver.step()
     full = driver.hashes(request)[:3]
-    assert [hash_[: len(NONCE)] for hash_ in full if hash_] == [NONCE] * 3, "SharedPool reads versions off hash heads"
+    assert [hash_[: len(NONCE)] for hash_ in full if hash_] == [NONCE] * 3, (
+        "SharedPool reads versions off hash heads"
+    )
 
 
 def test_only_the_last_token_is_computed_after_a_load(driver: Driver):
@@ -265,17 +304,27 @@ def test_only_the_last_token_is_computed_after_a_load(driver: Driver):
     driver.step(finished_recving={"r"})
     driver.recorder.take()
     plan, _ = driver.step()
-    assert plan.num_scheduled_tokens == {"r": 1}, "the last token's logits come from vLLM's own forward pass"
-    assert driver.recorder.take() == [("alloc", 0, 4), ("meta", 1)], "SchedulerSide.admit is called again with nothing"
-    assert request.status == RequestStatus.RUNNING, "SchedulerSide._is_busy knows running requests by their status"
+    assert plan.num_scheduled_tokens == {"r": 1}, (
+        "the last token's logits come from vLLM's own forward pass"
+    )
+    assert driver.recorder.take() == [("alloc", 0, 4), ("meta", 1)], (
+        "SchedulerSide.admit is called again with nothing"
+    )
+    assert request.status == RequestStatus.RUNNING, (
+        "SchedulerSide._is_busy knows running requests by their status"
+    )
 
 
 def test_our_count_of_cached_tokens_stands(driver: Driver):
     request = driver.load()
-    assert request.prefill_stats.num_cached_tokens == 60, "vLLM sets prefill_stats before SchedulerSide._start does"
+    assert request.prefill_stats.num_cached_tokens == 60, (
+        "vLLM sets prefill_stats before SchedulerSide._start does"
+    )
     driver.step(finished_recving={"r"})
     _, [output] = driver.step()
-    assert output.prefill_stats.num_cached_tokens == 60, "usage.prompt_tokens_details shows what _start has set"
+    assert output.prefill_stats.num_cached_tokens == 60, (
+        "usage.prompt_tokens_details shows what _start has set"
+    )
 
 
 def test_a_failed_load_is_computed_by_vllm(driver: Driver):
@@ -284,14 +333,17 @@ def test_a_failed_load_is_computed_by_vllm(driver: Driver):
     driver.step(finished_recving={"r"}, failed_recving={"r"})
     driver.recorder.take()
     plan, _ = driver.step()
-    assert driver.recorder.take() == [("match", 0), ("alloc", 0, 4), ("meta", 100)], "SchedulerSide.match refuses then"
+    assert driver.recorder.take() == [("match", 0), ("alloc", 0, 4), ("meta", 100)], (
+        "SchedulerSide.match refuses then"
+    )
     assert plan.num_scheduled_tokens == {"r": 100}, "fallbacks are computed in full"
     assert driver.pool.get_num_free_blocks() == free, "the blocks of the failed load are given back"
     assert request.num_preemptions == 0
 
 
 def test_a_prompt_that_turns_out_shorter_is_scheduled_as_such(driver: Driver):
-    """ShorterPrompts.settle: of a prompt of 100 tokens 40 are kept, and two blocks of four are free at once."""
+    """ShorterPrompts.settle: of a prompt of 100 tokens 40 are kept, and two blocks of four are free
+    at once."""
     request = driver.load()
     free = driver.pool.get_num_free_blocks()
     driver.step(finished_recving={"r"})
@@ -302,7 +354,11 @@ def test_a_prompt_that_turns_out_shorter_is_scheduled_as_such(driver: Driver):
     driver.recorder.take()
     plan, _ = driver.step()
     [sent] = plan.scheduled_new_reqs
-    assert (sent.prompt_token_ids, sent.num_computed_tokens, len(sent.block_ids[0])) == (PROMPT[-40:], 39, 2)
+    assert (sent.prompt_token_ids, sent.num_computed_tokens, len(sent.block_ids[0])) == (
+        PROMPT[-40:],
+        39,
+        2,
+    )
     assert plan.num_scheduled_tokens == {"r": 1}
     assert driver.recorder.take() == [("alloc", 0, 2), ("meta", 1)]
     driver.step()
@@ -313,7 +369,9 @@ def test_the_outcomes_arrive_before_the_request_is_scheduled_again(driver: Drive
     driver.load()
     driver.recorder.take()
     driver.step(finished_recving={"r"})
-    assert driver.recorder.take() == [("meta", 0), ("outcomes", {"r"})], "SchedulerSide.on_outcomes restores hashes"
+    assert driver.recorder.take() == [("meta", 0), ("outcomes", {"r"})], (
+        "SchedulerSide.on_outcomes restores hashes"
+    )
 
 
 def test_an_aborted_load_keeps_its_blocks_until_the_workers_let_go(driver: Driver):
@@ -321,7 +379,9 @@ def test_an_aborted_load_keeps_its_blocks_until_the_workers_let_go(driver: Drive
     free = driver.pool.get_num_free_blocks()
     driver.recorder.take()
     driver.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
-    assert driver.recorder.take() == [("finished", 4, {1})], "SchedulerSide.finish cancels the recovery"
+    assert driver.recorder.take() == [("finished", 4, {1})], (
+        "SchedulerSide.finish cancels the recovery"
+    )
     assert driver.pool.get_num_free_blocks() == free, "the recovery may still write to them"
     driver.step()
     assert driver.scheduler.has_requests(), "steps must go on until the workers report"
@@ -338,7 +398,9 @@ def test_a_request_is_matched_in_every_step_until_it_is_admitted(driver: Driver)
     driver.recorder.take()
     for expected in ([("match", 0), ("meta", 1)],) * 3:
         driver.step()
-        assert driver.recorder.take() == expected, "SchedulerSide pins in match, unpins in end_of_schedule"
+        assert driver.recorder.take() == expected, (
+            "SchedulerSide pins in match, unpins in end_of_schedule"
+        )
     assert waiting.status == RequestStatus.WAITING
 
 
@@ -347,26 +409,40 @@ def test_exact_hits_are_counted_in_whole_blocks_and_leave_a_token(driver: Driver
     for name, tokens, hit in (("more", PROMPT, 96), ("full", PROMPT[:96], 64)):
         driver.recorder.take()
         driver.run(name, tokens)
-        assert ("match", hit) in driver.recorder.take(), "Planner.find takes whole blocks as the prefix"
+        assert ("match", hit) in driver.recorder.take(), (
+            "Planner.find takes whole blocks as the prefix"
+        )
 
 
 def test_a_nonce_hides_blocks_and_all_that_follows_them(driver: Driver):
     request = driver.load()
     driver.step(finished_recving={"r"})
     request.append_output_token_ids([5] * 40)  # fills the fourth block
-    exact = Request("x", [*PROMPT, *[5] * 40], SamplingParams(max_tokens=1), None, block_hasher=driver.hasher)
-    assert request.block_hashes[3] != exact.block_hashes[3], "hashes of new blocks chain from the nonce before them"
+    exact = Request(
+        "x", [*PROMPT, *[5] * 40], SamplingParams(max_tokens=1), None, block_hasher=driver.hasher
+    )
+    assert request.block_hashes[3] != exact.block_hashes[3], (
+        "hashes of new blocks chain from the nonce before them"
+    )
     driver.recorder.take()
     driver.run("same", PROMPT)
-    assert ("match", 0) in driver.recorder.take(), "SchedulerSide._hide keeps approximate blocks from exact lookups"
+    assert ("match", 0) in driver.recorder.take(), (
+        "SchedulerSide._hide keeps approximate blocks from exact lookups"
+    )
 
 
-def test_offloading_beside_us_would_keep_grafts_under_the_hashes_of_the_prompt(config: VllmConfig, cache_config: Any):
+def test_offloading_beside_us_would_keep_grafts_under_the_hashes_of_the_prompt(
+    config: VllmConfig, cache_config: Any
+):
     beside = copy(config)
     offloading = {"cpu_bytes_to_use": 1 << 26, "block_size": BLOCK}
     children = [
         {"kv_connector": "Recorder", "kv_connector_module_path": __name__, "kv_role": "kv_both"},
-        {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": offloading},
+        {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": offloading,
+        },
     ]
     beside.kv_transfer_config = KVTransferConfig(
         kv_connector="MultiConnector",
@@ -392,14 +468,18 @@ def test_the_salt_is_part_of_every_hash(driver: Driver):
     for salt, hit in (("b", 0), ("a", 96)):
         driver.recorder.take()
         driver.run(f"salt {salt}", PROMPT, cache_salt=salt)
-        assert ("match", hit) in driver.recorder.take(), "our scope and vLLM's hashes have one isolation key"
+        assert ("match", hit) in driver.recorder.take(), (
+            "our scope and vLLM's hashes have one isolation key"
+        )
 
 
 def test_a_finished_request_still_holds_its_blocks_and_its_report_is_sent(driver: Driver):
     driver.add("r", PROMPT, max_tokens=1)
     driver.recorder.take()
     _, [output] = driver.step()
-    assert driver.recorder.take()[-1] == ("finished", 4, {1}), "SchedulerSide.finish names blocks while they are held"
+    assert driver.recorder.take()[-1] == ("finished", 4, {1}), (
+        "SchedulerSide.finish names blocks while they are held"
+    )
     assert output.kv_transfer_params == {"report": 1}, "the Report travels in kv_transfer_params"
 
 
@@ -408,7 +488,9 @@ def test_a_reset_asks_us_first(driver: Driver):
     pool = driver.pool
     pinned = next(block for block in pool.blocks if block.block_hash is not None)
     pool.touch([pinned])
-    assert driver.scheduler.reset_prefix_cache() is False, "pinned blocks would make every reset fail"
+    assert driver.scheduler.reset_prefix_cache() is False, (
+        "pinned blocks would make every reset fail"
+    )
     may_reset = [False, True]
 
     def let_go() -> bool:
@@ -417,7 +499,9 @@ def test_a_reset_asks_us_first(driver: Driver):
 
     on_cache_reset(driver.scheduler.kv_cache_manager, let_go)
     assert driver.scheduler.reset_prefix_cache() is False, "we may refuse"
-    assert driver.scheduler.reset_prefix_cache() is True, "compat.on_cache_reset wraps the manager's method"
+    assert driver.scheduler.reset_prefix_cache() is True, (
+        "compat.on_cache_reset wraps the manager's method"
+    )
     assert pinned.block_hash is None, "virtual blocks die with the hashes"
 
 
@@ -430,7 +514,9 @@ def test_a_preempted_request_is_matched_again_with_its_own_blocks(driver: Driver
     assert driver.recorder.take() == [("match", 96), ("alloc", 0, 4), ("meta", 5)], (
         "RequestState.admitted tells them apart"
     )
-    assert request.num_preemptions == 1, "SchedulerSide._start leaves vLLM's count of resumed requests alone"
+    assert request.num_preemptions == 1, (
+        "SchedulerSide._start leaves vLLM's count of resumed requests alone"
+    )
 
 
 def test_requests_that_skip_the_prefix_cache_say_so(driver: Driver):
@@ -439,11 +525,19 @@ def test_requests_that_skip_the_prefix_cache_say_so(driver: Driver):
     plain = Request("q", PROMPT, SamplingParams(max_tokens=1), None)
     assert asks.skip_reading_prefix_cache, "_refusal: prompt_logprobs"
     assert not plain.skip_reading_prefix_cache, "_refusal: prompt_logprobs"
-    nothing = (plain.lora_request, plain.mm_features, plain.prompt_embeds, plain.pooling_params, plain.resumable)
+    nothing = (
+        plain.lora_request,
+        plain.mm_features,
+        plain.prompt_embeds,
+        plain.pooling_params,
+        plain.resumable,
+    )
     assert not any(nothing), "_refusal tells plain requests by these"
 
 
-def test_the_v1_runner_starts_loads_after_the_forward_pass(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+def test_the_v1_runner_starts_loads_after_the_forward_pass(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
     driver.load()
     driver.recorder.take()
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", driver.recorder)
@@ -453,7 +547,9 @@ def test_the_v1_runner_starts_loads_after_the_forward_pass(driver: Driver, monke
     check_runner(driver, output)
 
 
-def test_the_v2_runner_starts_loads_after_the_forward_pass(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+def test_the_v2_runner_starts_loads_after_the_forward_pass(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
     driver.load()
     driver.recorder.take()
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", driver.recorder)
@@ -467,36 +563,56 @@ def test_the_v2_runner_starts_loads_after_the_forward_pass(driver: Driver, monke
 def check_runner(driver: Driver, output: Any) -> None:
     order = [name for name, *_ in driver.recorder.take()]
     assert order == ["bind_metadata", "forward", "load", "results", "worker_meta"], (
-        "WorkerSide.step reads what the forward pass wrote; take_worker_metadata reports on take_results"
+        "WorkerSide.step reads what the forward pass wrote; take_worker_metadata reports on "
+        "take_results"
     )
-    assert (output.finished_recving, output.failed_recving) == ({"r"}, {"r"}), "SchedulerSide.on_outcomes"
-    assert output.kv_connector_worker_meta.outcomes == {"r": RecoveryResult()}, "SchedulerSide.on_outcomes"
+    assert (output.finished_recving, output.failed_recving) == ({"r"}, {"r"}), (
+        "SchedulerSide.on_outcomes"
+    )
+    assert output.kv_connector_worker_meta.outcomes == {"r": RecoveryResult()}, (
+        "SchedulerSide.on_outcomes"
+    )
 
 
 def test_ranks_are_waited_for_and_a_failure_of_one_counts():
     aggregator = KVOutputAggregator(expected_finished_count=2)
 
     def rank(**connector: Any) -> ModelRunnerOutput:
-        return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=KVConnectorOutput(**connector))
+        return ModelRunnerOutput(
+            req_ids=[], req_id_to_index={}, kv_connector_output=KVConnectorOutput(**connector)
+        )
 
     ended = {"finished_recving": {"r"}}
     first = aggregator.aggregate(
         [rank(**ended, kv_connector_worker_meta=WorkerMetadata({"r": RecoveryResult()})), rank()]
     )
-    assert not first.kv_connector_output.finished_recving, "a prompt is whole when every rank has recovered its share"
+    assert not first.kv_connector_output.finished_recving, (
+        "a prompt is whole when every rank has recovered its share"
+    )
     failed = WorkerMetadata({"r": RecoveryResult("non_finite")})
-    both = aggregator.aggregate([rank(), rank(**ended, failed_recving={"r"}, kv_connector_worker_meta=failed)])
-    assert both.kv_connector_output.finished_recving == both.kv_connector_output.failed_recving == {"r"}
+    both = aggregator.aggregate(
+        [rank(), rank(**ended, failed_recving={"r"}, kv_connector_worker_meta=failed)]
+    )
+    assert (
+        both.kv_connector_output.finished_recving
+        == both.kv_connector_output.failed_recving
+        == {"r"}
+    )
     assert both.kv_connector_output.kv_connector_worker_meta.outcomes["r"].failure == "non_finite"
 
 
 def test_the_workers_cache_is_heads_by_tokens(config: VllmConfig, cache_config: Any):
     utils = pytest.importorskip("vllm.v1.worker.utils")
     caches = utils.allocate_kv_cache(
-        cache_config, torch.device("cpu"), config.cache_config.get_resolved_kv_cache_layout(), [BLOCK]
+        cache_config,
+        torch.device("cpu"),
+        config.cache_config.get_resolved_kv_cache_layout(),
+        [BLOCK],
     )
     shapes = {tuple(cache.shape) for cache in caches.values()}
-    assert shapes == {(NUM_BLOCKS, HEADS, BLOCK, 2 * DIM)}, "ModelHost._content takes caches as [B, H, N, 2 d]"
+    assert shapes == {(NUM_BLOCKS, HEADS, BLOCK, 2 * DIM)}, (
+        "ModelHost._content takes caches as [B, H, N, 2 d]"
+    )
 
 
 @pytest.mark.parametrize(
@@ -527,15 +643,23 @@ def test_a_shift_of_ours_is_a_rotation_of_theirs(config: VllmConfig, parameters:
     turn, given = getattr(theirs, "forward_native", None), keys
     if turn is None:  # longrope
         turn, given = theirs.forward, keys.flatten(1)
-    at_old, at_new = (turn(p, given.clone(), given.clone())[1].view(5, HEADS, DIM) for p in (old, new))
+    at_old, at_new = (
+        turn(p, given.clone(), given.clone())[1].view(5, HEADS, DIM) for p in (old, new)
+    )
     rope = Rope.from_parameters(DIM, parameters, max_position=config.model_config.max_model_len)
     moved, fresh = rotate(at_old, *rope.table(new - old)), rotate(keys, *rope.fresh_table(new))
-    torch.testing.assert_close(moved, at_new, rtol=0, atol=5e-4, msg="VllmPrefill.graft moves keys by this")
-    torch.testing.assert_close(fresh, at_new, rtol=0, atol=5e-4, msg="Rope.fresh_table is what vLLM rotates by")
+    torch.testing.assert_close(
+        moved, at_new, rtol=0, atol=5e-4, msg="VllmPrefill.graft moves keys by this"
+    )
+    torch.testing.assert_close(
+        fresh, at_new, rtol=0, atol=5e-4, msg="Rope.fresh_table is what vLLM rotates by"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_KERNELS, reason="this vLLM has nothing compiled: Python files of a wheel for CUDA")
+@pytest.mark.skipif(
+    not HAS_KERNELS, reason="this vLLM has nothing compiled: Python files of a wheel for CUDA"
+)
 def test_a_grafted_request_recomputed_in_full_answers_as_an_ungrafted_one():
     documents = [[20 + (i * i + 7 * d) % 400 for i in range(150)] for d in range(2)]
     prompt = [*range(30, 70), *documents[1], *documents[0], *range(90, 100)]
@@ -546,4 +670,6 @@ def test_a_grafted_request_recomputed_in_full_answers_as_an_ungrafted_one():
     }
     [[full, off]] = warm.run(ENGINE, job, **ENVIRONMENT)
     assert full["report"]["grafted_tokens"] >= 200, "the whole way through a real engine grafts"
-    assert full["tokens"] == off["tokens"], "recomputing everything through the stock layers is exact"
+    assert full["tokens"] == off["tokens"], (
+        "recomputing everything through the stock layers is exact"
+    )

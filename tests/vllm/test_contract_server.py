@@ -1,4 +1,5 @@
-"""What the API server relies on in vLLM's API server, beside the names and calls that `test_contract.py` reads."""
+"""What the API server relies on in vLLM's API server, beside the names and calls that
+`test_contract.py` reads."""
 
 import ast
 import inspect
@@ -46,17 +47,25 @@ def vllms_arguments() -> frozenset[str]:
 @pytest.mark.parametrize("file", sorted(SOURCE.glob("*.py")), ids=lambda file: file.name)
 def test_the_arguments_that_we_read_exist(file: Path):
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("args", "app.state.args"):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in (
+            "args",
+            "app.state.args",
+        ):
             ours = node.attr in ("no_kvgraft", "check") or node.attr.startswith("kvgraft_")
             known = node.attr in vllms_arguments() or ours
-            assert known, f"{file.name}:{node.lineno} reads args.{node.attr}, which vLLM's parser does not set"
+            assert known, (
+                f"{file.name}:{node.lineno} reads args.{node.attr}, which vLLM's parser does not "
+                "set"
+            )
 
 
 def test_the_defaults_that_we_set_are_of_arguments_that_exist():
     for node in ast.walk(ast.parse(inspect.getsource(arguments._make_parser))):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "parser.set_defaults":
             unknown = {keyword.arg for keyword in node.keywords} - vllms_arguments()
-            assert not unknown, f"arguments._make_parser sets defaults of {unknown}: argparse would take any name"
+            assert not unknown, (
+                f"arguments._make_parser sets defaults of {unknown}: argparse would take any name"
+            )
     assert set(arguments.NEVER) <= vllms_arguments(), "arguments.NEVER refuses these by name"
 
 
@@ -66,16 +75,24 @@ def test_the_environment_that_we_read_and_set_is_vllms():
 
 
 def test_the_server_plugin_is_an_endpoint_plugin(monkeypatch: pytest.MonkeyPatch):
-    assert serve.ENDPOINTS == ENDPOINT_PLUGINS_GROUP, "pyproject registers the API server in this group"
-    assert DEFAULT_PLUGINS_GROUP in serve.OTHER_GROUPS, "allowed_plugins keeps what vLLM would load without a list"
+    assert serve.ENDPOINTS == ENDPOINT_PLUGINS_GROUP, (
+        "pyproject registers the API server in this group"
+    )
+    assert DEFAULT_PLUGINS_GROUP in serve.OTHER_GROUPS, (
+        "allowed_plugins keeps what vLLM would load without a list"
+    )
     [point] = entry_points(group=ENDPOINT_PLUGINS_GROUP, name=serve.PLUGIN)
     assert point.load() is ServerPlugin
     monkeypatch.setenv(serve.PLUGINS, serve.allowed_plugins(None))
-    [loaded] = [plugin for plugin in load_endpoint_plugins(("generate",)) if plugin.name == serve.PLUGIN]
+    [loaded] = [
+        plugin for plugin in load_endpoint_plugins(("generate",)) if plugin.name == serve.PLUGIN
+    ]
     assert isinstance(loaded, ServerPlugin)
     assert isinstance(loaded, EndpointPlugin)
     monkeypatch.delenv(serve.PLUGINS)
-    assert load_endpoint_plugins(("generate",)) == [], "plain `vllm serve` has no API server unless it is named"
+    assert load_endpoint_plugins(("generate",)) == [], (
+        "plain `vllm serve` has no API server unless it is named"
+    )
 
 
 @pytest.mark.parametrize("name", ["attach_router", "init_state"])
@@ -85,8 +102,11 @@ def test_the_server_plugin_is_called_as_it_expects(name: str):
     assert inspect.iscoroutinefunction(getattr(EndpointPlugin, name)) == (name == "init_state")
 
 
-def test_the_server_plugin_sees_every_route_before_vllm_checks_keys(monkeypatch: pytest.MonkeyPatch):
-    """Our plugin takes the keys away from vLLM, and its middleware lies around all routes that vLLM has."""
+def test_the_server_plugin_sees_every_route_before_vllm_checks_keys(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Our plugin takes the keys away from vLLM, and its middleware lies around all routes that vLLM
+    has."""
     seen: dict[str, Any] = {}
 
     def attach(self: Any, app: FastAPI) -> None:
@@ -100,16 +120,22 @@ def test_the_server_plugin_sees_every_route_before_vllm_checks_keys(monkeypatch:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     app = build_app(args, ("generate",))
     assert seen["args"] is args, "ServerPlugin.attach_router reads app.state.args"
-    assert {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"} <= seen["routes"]
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"} <= seen[
+        "routes"
+    ]
     names = {middleware.cls.__name__ for middleware in app.user_middleware}
-    assert "AuthenticationMiddleware" not in names, "vLLM takes the keys from app.state.args after the plugins"
+    assert "AuthenticationMiddleware" not in names, (
+        "vLLM takes the keys from app.state.args after the plugins"
+    )
 
 
 def test_vllm_checks_keys_by_itself_without_the_server_plugin(monkeypatch: pytest.MonkeyPatch):
     """So that the test above can fail."""
     monkeypatch.setenv(keys.API_KEY, "secret")
     app = build_app(make_arg_parser(FlexibleArgumentParser()).parse_args([]), ("generate",))
-    assert "AuthenticationMiddleware" in {middleware.cls.__name__ for middleware in app.user_middleware}
+    assert "AuthenticationMiddleware" in {
+        middleware.cls.__name__ for middleware in app.user_middleware
+    }
 
 
 @pytest.mark.parametrize("name", ["serving_tokenization", "openai_serving_models"])
@@ -121,13 +147,21 @@ def test_the_application_keeps_what_our_routes_ask(name: str):
 
 def test_every_request_passes_the_guard():
     source = inspect.getsource(AsyncLLM)
-    sends = [line.strip() for line in source.splitlines() if "add_request" in line and "engine_core" in line]
+    sends = [
+        line.strip()
+        for line in source.splitlines()
+        if "add_request" in line and "engine_core" in line
+    ]
     assert sends, "TenantEngineClient.admit stands in for engine_core.add_request_async"
     assert all("self.engine_core.add_request_async(" in line for line in sends), (
         "TenantEngineClient guards this entrance only"
     )
-    theirs, ours = (list(inspect.signature(cls.generate).parameters) for cls in (AsyncLLM, TenantEngineClient))
-    assert theirs[:4] == ["self", "prompt", "sampling_params", "request_id"], "TenantEngineClient.control passes these"
+    theirs, ours = (
+        list(inspect.signature(cls.generate).parameters) for cls in (AsyncLLM, TenantEngineClient)
+    )
+    assert theirs[:4] == ["self", "prompt", "sampling_params", "request_id"], (
+        "TenantEngineClient.control passes these"
+    )
     assert ours[:3] == theirs[:3]
     admit = list(inspect.signature(TenantEngineClient.admit).parameters)
     assert admit == ["self", "request"], "engine_core.add_request_async(request)"
@@ -137,37 +171,54 @@ def test_what_is_read_anew_can_be_aborted_by_the_name_that_it_was_given():
     assert callable(OutputProcessor.has_unfinished_requests), "TenantEngineClient.is_idle asks it"
     assert list(inspect.signature(AsyncLLM.abort).parameters)[:2] == ["self", "request_id"]
     source = inspect.getsource(OutputProcessor.abort_requests)
-    assert "external_req_ids" in source, "AsyncLLM.abort takes the names that were given to generate"
+    assert "external_req_ids" in source, (
+        "AsyncLLM.abort takes the names that were given to generate"
+    )
     assert "queue.put(" in source, "IdleReader waits for the end of what it aborts"
     added = inspect.getsource(AsyncLLM._add_request)
-    known, sent = added.index("output_processor.add_request("), added.index("engine_core.add_request_async(")
+    known, sent = (
+        added.index("output_processor.add_request("),
+        added.index("engine_core.add_request_async("),
+    )
     assert known < sent, "TenantEngineClient.admit is called for what can be aborted"
 
 
 def test_every_output_passes_the_guard_and_carries_what_went_ahead():
     source = inspect.getsource(AsyncLLM._run_output_handler)
     assert "output_processor.process_outputs(" in source, "StoppedReports stands before it"
-    theirs, ours = (inspect.signature(cls.process_outputs) for cls in (OutputProcessor, StoppedReports))
-    assert next(iter(list(theirs.parameters)[1:])) == "engine_core_outputs", "StoppedReports takes them by place"
+    theirs, ours = (
+        inspect.signature(cls.process_outputs) for cls in (OutputProcessor, StoppedReports)
+    )
+    assert next(iter(list(theirs.parameters)[1:])) == "engine_core_outputs", (
+        "StoppedReports takes them by place"
+    )
     assert len(ours.parameters) == 4
     made = inspect.getsource(Scheduler.update_from_output)
-    assert "trace_headers=request.trace_headers" in made, "compat.reports.send_ahead sets the headers of the request"
+    assert "trace_headers=request.trace_headers" in made, (
+        "compat.reports.send_ahead sets the headers of the request"
+    )
     outputs, stats = made.index("EngineCoreOutput("), made.index("get_kv_connector_stats(")
     assert outputs < stats, "EarlyReports.end_of_step is called when the outputs have been made"
     for kept in (RequestState, ParentRequest):
         assert kept.__weakrefoffset__, "StoppedReports keeps a report as long as vLLM keeps this"
-    assert {"parent_req", "request_index"} <= inspect.signature(RequestState.__init__).parameters.keys()
+    assert {"parent_req", "request_index"} <= inspect.signature(
+        RequestState.__init__
+    ).parameters.keys()
 
 
 def test_what_the_guard_of_quality_reads():
     for output, name in ((RequestOutput, "num_cached_tokens"), (CompletionOutput, "logprobs")):
         assert name in inspect.signature(output.__init__).parameters, "Scorer and Watched read it"
-    assert "external_req_id" in EngineCoreRequest.__struct_fields__, "TenantEngineClient.admit finds what is watched"
+    assert "external_req_id" in EngineCoreRequest.__struct_fields__, (
+        "TenantEngineClient.admit finds what is watched"
+    )
 
 
 def test_what_vllm_says_of_a_reset_that_cannot_be():
     said = "".join(
-        ast.literal_eval(node) for node in ast.walk(ast.parse(inspect.getsource(scheduler))) if is_text(node)
+        ast.literal_eval(node)
+        for node in ast.walk(ast.parse(inspect.getsource(scheduler)))
+        if is_text(node)
     )
     assert NOT_RESET in said, "TenantEngineClient.reset_prefix_cache answers False to it"
 
@@ -178,7 +229,11 @@ def is_text(node: ast.AST) -> bool:
 
 def test_options_travel_in_the_extra_arguments():
     params = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"kvgraft": {}}})
-    assert params.extra_args == {"kv_transfer_params": {"kvgraft": {}}}, "guard._params_of reads them there"
+    assert params.extra_args == {"kv_transfer_params": {"kvgraft": {}}}, (
+        "guard._params_of reads them there"
+    )
     for request in (CompletionRequest, ChatCompletionRequest, ResponsesRequest):
         for field in ("kv_transfer_params", "cache_salt"):
-            assert field in request.model_fields, f"{request.__name__} carries {field}, which the guard sets or reads"
+            assert field in request.model_fields, (
+                f"{request.__name__} carries {field}, which the guard sets or reads"
+            )

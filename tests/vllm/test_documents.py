@@ -1,4 +1,5 @@
-"""Prompts of which vLLM keeps a part: answers of the native engine, in few blocks, and exact ones if all fails."""
+"""Prompts of which vLLM keeps a part: answers of the native engine, in few blocks, and exact ones
+if all fails."""
 
 import math
 from collections.abc import Iterator
@@ -79,10 +80,13 @@ def answer_natively(engine: Engine, options: dict[str, object], max_tokens: int)
     return ask_natively(engine, options, max_tokens)[0]
 
 
-def ask_natively(engine: Engine, options: dict[str, object], max_tokens: int) -> tuple[list[int], int]:
+def ask_natively(
+    engine: Engine, options: dict[str, object], max_tokens: int
+) -> tuple[list[int], int]:
     """The answer, and how many tokens of the prompt are kept."""
     parts: list[Part] = [
-        text(PROMPT[:21]), Segment(text(DOCUMENTS[2])), text(words(3, 5)), Segment(text(DOCUMENTS[0])),
+        text(PROMPT[:21]), Segment(text(DOCUMENTS[2])), text(words(3, 5)),
+        Segment(text(DOCUMENTS[0])),
         Segment(text(DOCUMENTS[1])), text(PROMPT[-17:]),
     ]  # fmt: skip
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -97,7 +101,9 @@ def most_kept(options: dict[str, object]) -> int:
 
 
 @pytest.mark.parametrize("options", [EXACT, {**EXACT, "rounds": 1, "halo_blocks": 0}])
-def test_keeping_and_recomputing_everything_is_exact(reader: Host, plain: HostProcess, options: dict[str, object]):
+def test_keeping_and_recomputing_everything_is_exact(
+    reader: Host, plain: HostProcess, options: dict[str, object]
+):
     [answer] = reader.ask(Ask(PROMPT, options, max_tokens=40))
     assert [answer.tokens] == plain.tokens(PROMPT, max_tokens=40)
     report = answer.report
@@ -107,7 +113,9 @@ def test_keeping_and_recomputing_everything_is_exact(reader: Host, plain: HostPr
 
 
 @pytest.mark.parametrize("options", SOME, ids=str)
-def test_answers_are_those_of_the_native_engine(reader: Host, native: Engine, options: dict[str, object]):
+def test_answers_are_those_of_the_native_engine(
+    reader: Host, native: Engine, options: dict[str, object]
+):
     """Of several tokens: the places of what is kept are not its positions."""
     [answer] = reader.ask(Ask(PROMPT, options, max_tokens=24))
     tokens, num_kept = ask_natively(native, options, 24)
@@ -132,7 +140,9 @@ def num_blocks(num_tokens: int) -> int:
     return math.ceil(num_tokens / BLOCK)
 
 
-def test_what_is_not_kept_after_all_is_free_while_the_answer_is_computed(reader: Host, native: Engine):
+def test_what_is_not_kept_after_all_is_free_while_the_answer_is_computed(
+    reader: Host, native: Engine
+):
     """vLLM reserves blocks for as many tokens as may be kept."""
     _, kept = ask_natively(native, FEWER[0], 40)
     name = reader.add(Ask(PROMPT, FEWER[0], max_tokens=40))
@@ -160,14 +170,20 @@ def test_several_at_once_and_beside_others(reader: Host, native: Engine, plain: 
     other = words(200, 9)
     asks = [Ask(PROMPT, options, max_tokens=12) for options in SOME]
     answers = reader.ask(*asks, Ask(other, OFF, max_tokens=12), Ask(PROMPT, EXACT, max_tokens=12))
-    assert [answer.tokens for answer in answers[:-2]] == [answer_natively(native, options, 12) for options in SOME]
+    assert [answer.tokens for answer in answers[:-2]] == [
+        answer_natively(native, options, 12) for options in SOME
+    ]
     assert [answer.tokens for answer in answers[-2:]] == plain.tokens(other, PROMPT, max_tokens=12)
 
 
 @pytest.mark.parametrize("policy", [EXACT, FEW, FEWER[0]])
-def test_a_preempted_request_keeps_the_same_again(reader: Host, native: Engine, policy: dict[str, object]):
+def test_a_preempted_request_keeps_the_same_again(
+    reader: Host, native: Engine, policy: dict[str, object]
+):
     name = reader.add(Ask(PROMPT, policy, max_tokens=30))
-    reader.step_until(lambda: name in reader.outputs and len(reader.outputs[name].outputs[0].token_ids) >= 9)
+    reader.step_until(
+        lambda: name in reader.outputs and len(reader.outputs[name].outputs[0].token_ids) >= 9
+    )
     reader.preempt(name)
     [answer] = reader.finish(name)
     assert (answer.tokens, answer.report["kept_tokens"]) == ask_natively(native, policy, 30)
@@ -177,13 +193,16 @@ def test_a_preempted_request_keeps_the_same_again(reader: Host, native: Engine, 
 def test_a_preempted_request_that_cannot_be_recovered_again_goes_on_in_full(
     reader: Host, plain: HostProcess, monkeypatch: pytest.MonkeyPatch, policy: dict[str, object]
 ):
-    """Over its whole prompt, of which workers knew a part, and its answer so far; also if it is preempted once more."""
+    """Over its whole prompt, of which workers knew a part, and its answer so far; also if it is
+    preempted once more."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory, say")
 
     name = reader.add(Ask(PROMPT, policy, max_tokens=50))
-    reader.step_until(lambda: name in reader.outputs and len(reader.outputs[name].outputs[0].token_ids) >= 9)
+    reader.step_until(
+        lambda: name in reader.outputs and len(reader.outputs[name].outputs[0].token_ids) >= 9
+    )
     before, is_exact = reader.request(name).num_output_tokens, policy is EXACT
     assert (reader.request(name).num_prompt_tokens == len(PROMPT)) == is_exact
     monkeypatch.setattr(VllmLayers, "close_up", fail)
@@ -193,14 +212,18 @@ def test_a_preempted_request_that_cannot_be_recovered_again_goes_on_in_full(
     reader.preempt(name)
     [answer] = reader.finish(name)
     assert len(answer.tokens) == 50
-    assert [answer.tokens[before:]] == plain.tokens(PROMPT + answer.tokens[:before], max_tokens=50 - before)
+    assert [answer.tokens[before:]] == plain.tokens(
+        PROMPT + answer.tokens[:before], max_tokens=50 - before
+    )
     assert (answer.report["outcome"], answer.report["reason"]) == ("fallback", "error")
     assert (answer.report["fresh_tokens"], answer.report["kept_tokens"]) == (len(PROMPT), None)
     assert reader.count("fallbacks_total", "error") == 1
     assert reader.count("requests_total", "grafted") == 1
 
 
-def test_what_goes_on_in_full_is_exact_for_others(reader: Host, plain: HostProcess, monkeypatch: pytest.MonkeyPatch):
+def test_what_goes_on_in_full_is_exact_for_others(
+    reader: Host, plain: HostProcess, monkeypatch: pytest.MonkeyPatch
+):
     name = reader.add(Ask(PROMPT, FEWER[0], max_tokens=BLOCK))
     reader.step_until(lambda: name in reader.outputs)
     monkeypatch.setattr(VllmLayers, "close_up", None)
@@ -217,7 +240,9 @@ def test_a_preempted_request_keeps_its_documents_again_however_full_the_pool_is(
 ):
     """It has had room for them before, and can be computed in full in no less."""
     name = reader.add(Ask(PROMPT, EXACT, max_tokens=30))
-    reader.step_until(lambda: name in reader.outputs and len(reader.outputs[name].outputs[0].token_ids) >= 9)
+    reader.step_until(
+        lambda: name in reader.outputs and len(reader.outputs[name].outputs[0].token_ids) >= 9
+    )
     request = reader.request(name)
     reader.scheduler.running.remove(request)
     reader.scheduler._preempt_request(request, 0.0)
@@ -238,7 +263,9 @@ def test_a_failure_is_computed_in_full_and_shared_again(reader: Host, plain: Hos
 
 
 @pytest.mark.parametrize("policy", [FEW, FEWER[0]], ids=str)
-def test_poison_in_documents_is_computed_away(reader: Host, plain: HostProcess, policy: dict[str, object]):
+def test_poison_in_documents_is_computed_away(
+    reader: Host, plain: HostProcess, policy: dict[str, object]
+):
     reader.ask(Ask(PROMPT, policy))
     with torch.inference_mode():
         for document in reader.queue.library.store._documents.values():
@@ -251,7 +278,8 @@ def test_poison_in_documents_is_computed_away(reader: Host, plain: HostProcess, 
 
 @pytest.mark.parametrize("policy", [FEW, FEWER[0]], ids=str)
 def test_nothing_of_it_is_ever_found(reader: Host, plain: HostProcess, policy: dict[str, object]):
-    """Neither under the tokens that vLLM was given in place of the prompt, nor under the prompt's own."""
+    """Neither under the tokens that vLLM was given in place of the prompt, nor under the prompt's
+    own."""
     name = reader.add(Ask(PROMPT, policy, max_tokens=40))
     reader.step_until(lambda: name in reader.outputs)
     placeholder = list(reader.request(name).prompt_token_ids)
@@ -288,7 +316,9 @@ def test_what_vllm_would_read_of_the_prompt_is_refused(reader: Host):
 
 @pytest.mark.parametrize("policy", [FEW, FEWER[0]], ids=str)
 @pytest.mark.parametrize("answering", [False, True])
-def test_an_aborted_request_leaves_nothing(reader: Host, policy: dict[str, object], *, answering: bool):
+def test_an_aborted_request_leaves_nothing(
+    reader: Host, policy: dict[str, object], *, answering: bool
+):
     name = reader.add(Ask(PROMPT, policy, max_tokens=40))
     reader.step()
     assert reader.state(name).recovering
@@ -307,9 +337,14 @@ def test_documents_of_old_weights_are_forgotten(reader: Host):
     assert len(reader.queue.library.store) == 0
 
 
-@pytest.mark.parametrize("reset", [{}, {"reset_connector": True}, {"reset_running_requests": True}], ids=str)
-def test_a_reset_during_a_recovery_is_refused_and_nothing_is_forgotten(reader: Host, reset: dict[str, bool]):
-    """vLLM's scheduler raises an error where it has preempted all that runs; a server answers False to it."""
+@pytest.mark.parametrize(
+    "reset", [{}, {"reset_connector": True}, {"reset_running_requests": True}], ids=str
+)
+def test_a_reset_during_a_recovery_is_refused_and_nothing_is_forgotten(
+    reader: Host, reset: dict[str, bool]
+):
+    """vLLM's scheduler raises an error where it has preempted all that runs; a server answers False
+    to it."""
     reader.ask(Ask(PROMPT, FEW))
     name = reader.add(Ask(PROMPT, EVERYTHING))  # more than one step can do
     reader.step_until(lambda: reader.state(name).recovering)

@@ -1,4 +1,5 @@
-"""Draft models beside recoveries: answers are those without drafts, and what is drafted is as good as it was."""
+"""Draft models beside recoveries: answers are those without drafts, and what is drafted is as good
+as it was."""
 
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,8 @@ ENGINE = Path(__file__).with_name("drafting_engine.py")
 CONDENSE = {"policy": "condense"}
 BY_HEAD = {"policy": "redknot:dense_layers=0,recent_tokens=8,min_ffn_tokens=4"}
 POLICIES = {
-    "off": OFF, "everything": EVERYTHING, "every head": EVERY_HEAD, "naive": NAIVE, "spread": {"policy": "spread"},
+    "off": OFF, "everything": EVERYTHING, "every head": EVERY_HEAD, "naive": NAIVE,
+    "spread": {"policy": "spread"},
     "by head": BY_HEAD, "condense": CONDENSE,
 }  # fmt: skip
 DOCUMENT, QUESTION = words(300, 1), words(9, 2)
@@ -36,7 +38,10 @@ Asked = dict[str, dict[str, Any]]  # by policy
 def run(model: Path, drafts: dict[str, Any] | None) -> Asked:
     """What an engine with these drafts does."""
     asked = {"read": [DOCUMENT], "prompt": PROMPT, "options": list(POLICIES.values())}
-    job = {"model": str(model), "speculative_config": drafts and drafts | {"num_speculative_tokens": NUM_DRAFTED}}
+    job = {
+        "model": str(model),
+        "speculative_config": drafts and drafts | {"num_speculative_tokens": NUM_DRAFTED},
+    }
     return dict(zip(POLICIES, warm.run(ENGINE, asked | job, **ENVIRONMENT), strict=True))
 
 
@@ -61,7 +66,13 @@ def asked_with(kind: str, target: Path) -> Asked:
     if kind == "itself":
         return run(target, {"method": "draft_model", "model": str(target)})
     if kind == "another":
-        make_model(directory, "qwen3", max_position_embeddings=4096, num_hidden_layers=2, num_key_value_heads=1)
+        make_model(
+            directory,
+            "qwen3",
+            max_position_embeddings=4096,
+            num_hidden_layers=2,
+            num_key_value_heads=1,
+        )
         return run(target, {"method": "draft_model", "model": str(directory)})
     make = {"eagle": make_eagle, "eagle3": make_eagle3}[kind]
     return run(target, {"method": kind, "model": str(make(directory, target))})
@@ -83,7 +94,8 @@ def test_drafts_change_no_answer(drafted: Asked, undrafted: Asked, policy: str):
 @pytest.mark.parametrize("drafted", ["eagle", SELDOM[0]], indirect=True)
 @pytest.mark.parametrize("policy", ["everything", "every head", "naive", "spread", "by head"])
 def test_as_many_drafts_are_accepted_as_without_grafts(drafted: Asked, policy: str):
-    """Of a request that was loaded vLLM counts drafts in its first step, in which there are none."""
+    """Of a request that was loaded vLLM counts drafts in its first step, in which there are
+    none."""
     plain, grafted = drafted["off"], drafted[policy]
     rate = plain["accepted"] / plain["drafted"]
     assert rate > 0.85
@@ -98,7 +110,8 @@ def test_a_prompt_that_is_recomputed_is_drafted_from_as_vllm_would(drafted: Aske
 
 @pytest.mark.parametrize("drafted", KINDS[:3], indirect=True)
 def test_grafts_are_aligned_for_the_draft_model(drafted: Asked):
-    """Keys and values of its first layer, which know nothing of what stands before, are what it would compute."""
+    """Keys and values of its first layer, which know nothing of what stands before, are what it
+    would compute."""
     plain, grafted = (np.array(drafted[policy]["draft"])[:2] for policy in ("off", "naive"))
     np.testing.assert_allclose(grafted, plain, atol=1e-4)
 

@@ -1,4 +1,5 @@
-"""KV cache events: a router that believes them finds every block that it was told of, and exact KV in it."""
+"""KV cache events: a router that believes them finds every block that it was told of, and exact KV
+in it."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -58,7 +59,9 @@ class Router:
     def _store(self, event: Any) -> None:
         parent, size = event.parent_block_hash, event.block_size
         assert event.block_hashes
-        assert len(event.token_ids) == size * len(event.block_hashes) == size * len(event.extra_keys)
+        assert (
+            len(event.token_ids) == size * len(event.block_hashes) == size * len(event.extra_keys)
+        )
         assert parent is None or parent in self.told
         for place, block_hash in enumerate(event.block_hashes):
             tokens = tuple(event.token_ids[place * size : (place + 1) * size])
@@ -83,7 +86,11 @@ def router(host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Router]:
 
 
 def blocks_of(*texts: list[int]) -> set[tuple[int, ...]]:
-    return {tuple(text[at : at + BLOCK]) for text in texts for at in range(0, len(text) - BLOCK + 1, BLOCK)}
+    return {
+        tuple(text[at : at + BLOCK])
+        for text in texts
+        for at in range(0, len(text) - BLOCK + 1, BLOCK)
+    }
 
 
 def forget(host: Host, router: Router) -> None:
@@ -125,13 +132,19 @@ def test_what_is_removed_was_told_and_the_rest_is_kept(host: Host, router: Route
         host.ask(Ask(words(40, 50 + number) + document + words(70, number), CONDENSE))
     host.settle()
     assert router.num_removed > 20
-    cached = {block.block_hash for block in host.manager.block_pool.blocks if block.block_hash is not None}
+    cached = {
+        block.block_hash for block in host.manager.block_pool.blocks if block.block_hash is not None
+    }
     hidden = {key for key, *_ in host.side._continuing._known._blocks.values()}
-    assert len([block_hash for block_hash in cached if bytes(block_hash[:32]) not in hidden]) == len(+router.held)
+    assert len(
+        [block_hash for block_hash in cached if bytes(block_hash[:32]) not in hidden]
+    ) == len(+router.held)
     assert len(cached) > len(+router.held)
 
 
-def test_approximate_sources_are_not_told(host: Host, router: Router, monkeypatch: pytest.MonkeyPatch):
+def test_approximate_sources_are_not_told(
+    host: Host, router: Router, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(host.known.index, "max_depth", 1)
     host.read(OPENING, DOCUMENT)
     for _ in range(2):
@@ -152,7 +165,9 @@ def test_after_a_reset_events_go_on_as_before(host: Host, router: Router):
 def test_a_preempted_request_tells_of_its_exact_blocks_alone(host: Host, router: Router):
     host.read(OPENING, DOCUMENT)
     name = host.add(Ask(GRAFTED, NAIVE, max_tokens=90))
-    host.step_until(lambda: name in host.outputs and len(host.outputs[name].outputs[0].token_ids) >= 40)
+    host.step_until(
+        lambda: name in host.outputs and len(host.outputs[name].outputs[0].token_ids) >= 40
+    )
     request = host.request(name)
     host.scheduler.running.remove(request)
     host.scheduler._preempt_request(request, 0.0)
@@ -161,12 +176,14 @@ def test_a_preempted_request_tells_of_its_exact_blocks_alone(host: Host, router:
 
 
 @pytest.mark.parametrize(
-    "num_requests", [pytest.param(100, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.soak)]
+    "num_requests",
+    [pytest.param(100, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.soak)],
 )
 def test_of_a_whole_run_exact_blocks_alone_are_told(
     host: Host, router: Router, monkeypatch: pytest.MonkeyPatch, num_requests: int
 ):
-    """Each under the hash of its text in its namespace, and what is held at the end has the KV of full prefill."""
+    """Each under the hash of its text in its namespace, and what is held at the end has the KV of
+    full prefill."""
     publish, seen = router.publish, set[int]()
 
     def publish_and_look(batch: Any) -> None:
@@ -177,7 +194,9 @@ def test_of_a_whole_run_exact_blocks_alone_are_told(
 
     monkeypatch.setattr(router, "publish", publish_and_look)
     monkeypatch.setattr(host.known.index, "max_depth", 4)  # which traffic changes
-    traffic = Traffic(host, np.random.default_rng(3), WANT_EXACT, EVERY_WAY, SHORT, (1, 8, 60), most_alive=16)
+    traffic = Traffic(
+        host, np.random.default_rng(3), WANT_EXACT, EVERY_WAY, SHORT, (1, 8, 60), most_alive=16
+    )
     for max_depth in (4, 0, 1, 4):
         traffic.reset(max_depth)
         traffic.run(num_requests // 4)
@@ -186,7 +205,9 @@ def test_of_a_whole_run_exact_blocks_alone_are_told(
     pages, chains = told_pages(host, router), [*told_chains(router)]
     assert pages.keys() == (+router.held).keys()
     keys, values = host.read_kv(host.slots_of(pages.values()))
-    rows = {block_hash: slice(BLOCK * row, BLOCK * (row + 1)) for row, block_hash in enumerate(pages)}
+    rows = {
+        block_hash: slice(BLOCK * row, BLOCK * (row + 1)) for row, block_hash in enumerate(pages)
+    }
     for number, (salt, tokens, block_hashes) in enumerate(chains):
         hasher = host.engine.engine_core.engine_core.request_block_hasher
         exact = Request("", tokens, SamplingParams(), None, cache_salt=salt, block_hasher=hasher)
@@ -196,25 +217,36 @@ def test_of_a_whole_run_exact_blocks_alone_are_told(
             for block in held:
                 where, row = slice(BLOCK * block, BLOCK * (block + 1)), rows[block_hashes[block]]
                 for told, right in zip((keys, values), truth, strict=True):
-                    torch.testing.assert_close(told[:, row], right[:, where], atol=TOLERANCE, rtol=0)
+                    torch.testing.assert_close(
+                        told[:, row], right[:, where], atol=TOLERANCE, rtol=0
+                    )
 
 
 def approximate_pages(host: Host) -> set[int]:
     """Those that hold or follow grafts in some living request."""
     side, blocks_of = host.side, host.manager.get_block_ids
     states = side._requests.values()
-    return {page for state in states for page in blocks_of(state.id)[0][side._masking.first_block(state) :]}
+    return {
+        page
+        for state in states
+        for page in blocks_of(state.id)[0][side._masking.first_block(state) :]
+    }
 
 
 def told_pages(host: Host, router: Router) -> dict[Any, int]:
     """Where a router would find the blocks that it believes to be there."""
     pool = host.manager.block_pool.blocks
-    cached = {maybe_convert_block_hash(get_block_hash(b.block_hash)): b.block_id for b in pool if b.block_hash}
+    cached = {
+        maybe_convert_block_hash(get_block_hash(b.block_hash)): b.block_id
+        for b in pool
+        if b.block_hash
+    }
     return {block_hash: page for block_hash, page in cached.items() if router.held[block_hash] > 0}
 
 
 def told_chains(router: Router) -> Iterator[tuple[str | None, list[int], list[Any]]]:
-    """Every text of which blocks were told up to its end: its namespace, its tokens, the hashes of its blocks."""
+    """Every text of which blocks were told up to its end: its namespace, its tokens, the hashes of
+    its blocks."""
     for last in router.told.keys() - {parent for parent, *_ in router.told.values()}:
         block_hashes: list[Any] = []
         tokens: list[int] = []

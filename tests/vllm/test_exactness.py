@@ -1,4 +1,5 @@
-"""What is recomputed is exact, what is grafted is its source moved, and exact prefixes stay exact beside both."""
+"""What is recomputed is exact, what is grafted is its source moved, and exact prefixes stay exact
+beside both."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,7 +31,8 @@ OPENING = words(100, 3)
 
 @dataclass(frozen=True)
 class Scattered(Policy):
-    """A policy of the test's own: every layer in three passes over some tokens, in runs of one or two, near and far."""
+    """A policy of the test's own: every layer in three passes over some tokens, in runs of one or
+    two, near and far."""
 
     name: ClassVar[str] = "scattered"
 
@@ -38,9 +40,12 @@ class Scattered(Policy):
         ctx.graft(range(ctx.num_layers))
         hidden = ctx.embed(ctx.plan.active)
         for layer in range(ctx.num_layers):
-            ctx.project(layer, hidden)  # the keys and values of all of them, so that each pass sees the others'
+            # the keys and values of all of them, so that each pass sees the others'
+            ctx.project(layer, hidden)
             states = torch.empty_like(hidden.states)
-            for some in (ctx.plan.active & (ctx.plan.positions**2 % 7 % 3 == number) for number in range(3)):
+            for some in (
+                ctx.plan.active & (ctx.plan.positions**2 % 7 % 3 == number) for number in range(3)
+            ):
                 states[some[hidden.where]] = ctx.layer(layer, hidden.only(some)).states
             hidden = hidden.with_states(states)
         return hidden
@@ -48,7 +53,8 @@ class Scattered(Policy):
 
 @dataclass(frozen=True)
 class Amended(Policy):
-    """A policy of the test's own: computes everything, copies the grafted KV over it again, and adds the difference."""
+    """A policy of the test's own: computes everything, copies the grafted KV over it again, and
+    adds the difference."""
 
     name: ClassVar[str] = "amended"
 
@@ -59,8 +65,15 @@ class Amended(Policy):
             hidden = ctx.layer(layer, hidden)
             computed = ctx.kv(layer, grafted)
             ctx.graft(range(layer, layer + 1))
-            keys, values = (new - old for new, old in zip(computed, ctx.kv(layer, grafted), strict=True))
-            ctx.add(layer, grafted, ctx.rotate_keys(positions)(layer, ctx.rotate_keys(-positions)(layer, keys)), values)
+            keys, values = (
+                new - old for new, old in zip(computed, ctx.kv(layer, grafted), strict=True)
+            )
+            ctx.add(
+                layer,
+                grafted,
+                ctx.rotate_keys(positions)(layer, ctx.rotate_keys(-positions)(layer, keys)),
+                values,
+            )
         return hidden
 
 
@@ -70,8 +83,11 @@ def _own_policies(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(POLICIES, policy.name, policy)
 
 
-def kv_while_decoding(host: Host, prompt: list[int], options: dict[str, Any], salt: str | None = None) -> Any:
-    """Keys and values [L, n, Hkv, d] of a prompt, read when its first token has been generated, and its answer."""
+def kv_while_decoding(
+    host: Host, prompt: list[int], options: dict[str, Any], salt: str | None = None
+) -> Any:
+    """Keys and values [L, n, Hkv, d] of a prompt, read when its first token has been generated, and
+    its answer."""
     name = host.add(Ask(prompt, options, salt, max_tokens=3))
     host.step_until(lambda: name in host.outputs)
     keys, values = host.read_kv(host.slots(name)[: len(prompt)])
@@ -79,8 +95,11 @@ def kv_while_decoding(host: Host, prompt: list[int], options: dict[str, Any], sa
 
 
 @pytest.mark.parametrize("options", RECOMPUTED, ids=str)
-def test_recomputing_everything_answers_as_plain_vllm(host: Host, plain: HostProcess, options: dict[str, Any]):
-    """Several requests in a step, longer than a step, with and without an exact prefix before the first graft."""
+def test_recomputing_everything_answers_as_plain_vllm(
+    host: Host, plain: HostProcess, options: dict[str, Any]
+):
+    """Several requests in a step, longer than a step, with and without an exact prefix before the
+    first graft."""
     host.read(OPENING + DOCUMENT, OTHER)
     prompts = [
         words(10, 4) + OTHER + DOCUMENT + words(5, 5),
@@ -96,7 +115,9 @@ def test_recomputing_everything_answers_as_plain_vllm(host: Host, plain: HostPro
 
 
 @pytest.mark.parametrize("options", RECOMPUTED, ids=str)
-def test_recomputing_everything_leaves_the_keys_and_values_of_full_prefill(host: Host, options: dict[str, Any]):
+def test_recomputing_everything_leaves_the_keys_and_values_of_full_prefill(
+    host: Host, options: dict[str, Any]
+):
     host.read(OPENING + DOCUMENT, OTHER)
     prompt = OPENING + words(40, 6) + OTHER + words(7, 7) + DOCUMENT[50:250]
     keys, values, answer = kv_while_decoding(host, prompt, options)
@@ -107,7 +128,9 @@ def test_recomputing_everything_leaves_the_keys_and_values_of_full_prefill(host:
     torch.testing.assert_close(values, exact_values, atol=TOLERANCE, rtol=0)
 
 
-def test_changes_are_spread_before_any_row_of_a_layer_attends(host: Host, monkeypatch: pytest.MonkeyPatch):
+def test_changes_are_spread_before_any_row_of_a_layer_attends(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+):
     """Also where a layer takes its rows in several parts."""
     prompt = words(70, 4) + DOCUMENT + words(40, 5)
     found = []
@@ -129,7 +152,8 @@ def test_changes_are_spread_before_any_row_of_a_layer_attends(host: Host, monkey
 
 @pytest.mark.parametrize("moved", [-77, 45])
 def test_a_graft_is_its_source_moved(host: Host, moved: int):
-    """The source is overwritten: its values must arrive untouched, its keys turned by the distance, at any offset."""
+    """The source is overwritten: its values must arrive untouched, its keys turned by the distance,
+    at any offset."""
     before = words(128, 3)
     name = host.add(Ask(before + DOCUMENT, OFF, max_tokens=2))
     host.step_until(lambda: name in host.outputs)
@@ -153,7 +177,8 @@ def test_a_graft_is_its_source_moved(host: Host, moved: int):
 
 @pytest.mark.parametrize("moved", [-77, 45])
 def test_grafted_keys_of_the_first_layer_are_those_of_full_prefill(host: Host, moved: int):
-    """They depend on token and position only; those of deeper layers also on what stood before the text."""
+    """They depend on token and position only; those of deeper layers also on what stood before the
+    text."""
     host.read(words(128, 3) + DOCUMENT)
     prompt = words(128 + moved, 4) + DOCUMENT
     keys, _, answer = kv_while_decoding(host, prompt, NAIVE)
@@ -169,24 +194,30 @@ def test_grafted_keys_of_the_first_layer_are_those_of_full_prefill(host: Host, m
 
 
 def test_exact_prefixes_are_never_contaminated(host: Host, plain: HostProcess):
-    """Neither the grafted blocks nor what was generated after them can be found under vLLM's own hashes."""
+    """Neither the grafted blocks nor what was generated after them can be found under vLLM's own
+    hashes."""
     host.read(DOCUMENT)
     prompt = words(50, 4) + DOCUMENT + words(20, 5)
-    [wrong], [right] = host.ask(Ask(prompt, NAIVE, max_tokens=100)), plain.tokens(prompt, max_tokens=100)
+    [wrong], [right] = (
+        host.ask(Ask(prompt, NAIVE, max_tokens=100)),
+        plain.tokens(prompt, max_tokens=100),
+    )
     assert wrong.grafted >= 280
     assert wrong.tokens != right  # else this test shows nothing
     [again] = host.ask(Ask(prompt, OFF, max_tokens=100))
     assert again.cached == BLOCK  # the block before the first grafted token
     assert again.tokens == right
     [continued] = host.ask(Ask(prompt + wrong.tokens, OFF))
-    assert continued.cached == len(prompt) // BLOCK * BLOCK  # those of `again`; of what was generated then, nothing
+    # those of `again`; of what was generated then, nothing
+    assert continued.cached == len(prompt) // BLOCK * BLOCK
     assert [continued.tokens] == plain.tokens(prompt + wrong.tokens)
     [longer] = host.ask(Ask(prompt + right, OFF))
     assert longer.cached == (len(prompt) + 99) // BLOCK * BLOCK
 
 
 def test_a_hit_on_blocks_that_the_same_step_computes(host: Host, plain: HostProcess):
-    """vLLM names blocks when it schedules them; a recovery must not read them before they are computed."""
+    """vLLM names blocks when it schedules them; a recovery must not read them before they are
+    computed."""
     host.read(DOCUMENT)
     first, second = OPENING + words(20, 4), OPENING + words(8, 5) + DOCUMENT + words(3, 6)
     names = [host.add(Ask(first, OFF)), host.add(Ask(second, EVERYTHING))]
@@ -216,7 +247,13 @@ def test_prompt_logprobs_are_of_the_whole_prompt(host: Host, plain: HostProcess)
 def test_several_samples_of_a_prompt_share_it(host: Host, plain: HostProcess):
     host.read(DOCUMENT)
     prompt = words(9, 4) + DOCUMENT
-    name = host.add(Ask(prompt, EVERYTHING), n=3, temperature=1, top_k=1, output_kind=RequestOutputKind.FINAL_ONLY)
+    name = host.add(
+        Ask(prompt, EVERYTHING),
+        n=3,
+        temperature=1,
+        top_k=1,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
     host.step_until(lambda: name in host.outputs and host.outputs[name].finished)
     samples = [list(sample.token_ids) for sample in host.outputs[name].outputs]
     assert samples == plain.tokens(prompt) * 3

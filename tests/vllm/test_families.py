@@ -1,5 +1,5 @@
-"""Each family that people run, in vLLM's own class: exact where all is recomputed, grafts that read their source,
-nothing of other namespaces, and exact prefixes beside all that."""
+"""Each family that people run, in vLLM's own class: exact where all is recomputed, grafts that read
+their source, nothing of other namespaces, and exact prefixes beside all that."""
 
 from functools import cache
 from pathlib import Path
@@ -17,11 +17,13 @@ pytestmark = pytest.mark.slow
 ENGINE = Path(__file__).with_name("family_engine.py")
 BLOCKS = 96  # for each group of layers
 REQUESTS = 40
-NATIVE_ROTARY = {"custom_ops": ["all", "-rotary_embedding"]}  # vLLM's CPU kernel reads DeepSeek's queries wrongly
+# vLLM's CPU kernel reads DeepSeek's queries wrongly
+NATIVE_ROTARY = {"custom_ops": ["all", "-rotary_embedding"]}
 
 ONE_GROUP, NO_MLA = "one group", "no MLA"
 CASES = [
-    *((family, "") for family in FAMILIES), ("gpt-oss", ONE_GROUP), ("Gemma 3", ONE_GROUP), ("DeepSeek-V2", NO_MLA),
+    *((family, "") for family in FAMILIES), ("gpt-oss", ONE_GROUP), ("Gemma 3", ONE_GROUP),
+    ("DeepSeek-V2", NO_MLA),
 ]  # fmt: skip
 
 
@@ -35,8 +37,10 @@ def engine_of(family: str, variant: str) -> dict[str, Any]:
     if family in DEEPSEEK:
         settings = {"compilation_config": NATIVE_ROTARY}
     if family in DEEPSEEK and variant != NO_MLA:
-        settings |= {"block_size": 16, "num_gpu_blocks_override": 2 * BLOCKS}  # which its CPU kernel wants
-        settings |= {"attention_backend": "CPU_MLA"}  # vLLM prefers AMX_MLA on some CPUs, which cannot do float32
+        # which its CPU kernel wants
+        settings |= {"block_size": 16, "num_gpu_blocks_override": 2 * BLOCKS}
+        # vLLM prefers AMX_MLA on some CPUs, which cannot do float32
+        settings |= {"attention_backend": "CPU_MLA"}
     return settings
 
 
@@ -56,21 +60,35 @@ def facts_of(directory: Path, family: str, variant: str) -> dict[str, Any]:
     model, latent = directory / family, family in DEEPSEEK and variant != NO_MLA
     if not model.exists():
         make_family(family, model)
-    job = {"model": str(model), "engine": engine_of(family, variant), "latent": latent, "requests": REQUESTS}
-    found: dict[str, Any] = warm.run(ENGINE, job, **ENVIRONMENT, VLLM_MLA_DISABLE=str(int(variant == NO_MLA)))
+    job = {
+        "model": str(model),
+        "engine": engine_of(family, variant),
+        "latent": latent,
+        "requests": REQUESTS,
+    }
+    found: dict[str, Any] = warm.run(
+        ENGINE, job, **ENVIRONMENT, VLLM_MLA_DISABLE=str(int(variant == NO_MLA))
+    )
     return found
 
 
 @pytest.mark.parametrize(
     ("family", "variant"),
-    [case if case == ("DeepSeek-V2", "") else pytest.param(*case, marks=pytest.mark.soak) for case in CASES],
+    [
+        case if case == ("DeepSeek-V2", "") else pytest.param(*case, marks=pytest.mark.soak)
+        for case in CASES
+    ],
 )
 def test_a_family(facts: dict[str, Any], family: str, variant: str):
     plain, naive = facts["plain"], facts["naive"]
     assert (len(facts["groups"]) > 1) == (family in WINDOWED and variant != ONE_GROUP)
     for policy in ("sparsex", "spread"):  # all of it recomputed
         assert facts[policy]["tokens"] == plain
-        assert facts[policy]["report"]["recomputed_tokens"] == facts[policy]["report"]["grafted_tokens"] > 480
+        assert (
+            facts[policy]["report"]["recomputed_tokens"]
+            == facts[policy]["report"]["grafted_tokens"]
+            > 480
+        )
     assert naive["report"]["grafted_tokens"] > 480
     assert naive["report"]["recomputed_tokens"] == 0
     assert facts["default"]["report"]["grafted_tokens"] > 480
@@ -94,7 +112,9 @@ def test_a_family(facts: dict[str, Any], family: str, variant: str):
         assert facts["with windows"]["report"]["grafted_tokens"] > 480
     else:
         assert by_head["reason"] == facts["with windows"]["report"]["reason"] == "unsupported_model"
-    assert facts["stored"] == (len(facts["groups"]) == 1 and (family not in DEEPSEEK or variant == NO_MLA))
+    assert facts["stored"] == (
+        len(facts["groups"]) == 1 and (family not in DEEPSEEK or variant == NO_MLA)
+    )
     flow = facts["flow"]
     if facts["architecture"] in FLOWS:
         assert flow["dense"] == plain != flow["sparse"]

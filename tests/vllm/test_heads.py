@@ -1,4 +1,5 @@
-"""Local heads as sinks and windows in vLLM: its answers are those of the native engine on the same head map."""
+"""Local heads as sinks and windows in vLLM: its answers are those of the native engine on the same
+head map."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ REQUESTS = 40
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen3 of 16 KV heads, of which 6 keep everything."""
     shape = {"num_hidden_layers": 4, "num_key_value_heads": 4, "num_attention_heads": 8}
-    return make_model(tmp_path_factory.mktemp("by_head"), "qwen3", max_position_embeddings=4096, **shape)
+    return make_model(
+        tmp_path_factory.mktemp("by_head"), "qwen3", max_position_embeddings=4096, **shape
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,22 +78,35 @@ def conversation(model: Path, head_map: Path) -> tuple[list[Any], dict[str, Any]
         [(words(20, 1), 60)],
         [(words(300, 2), 60)],  # prompts of several steps of 256 tokens
         [(shared + words(40, 5), 30)],
-        [(shared + words(40, 6), 30)],  # a hit: the sinks, the last window, everything of the other heads
+        # a hit: the sinks, the last window, everything of the other heads
+        [(shared + words(40, 6), 30)],
         [(words(450, 7), 5), (words(33, 8), 20), (shared + words(90, 9), 20)],
         [(shared + words(40, 10), 30)],  # after the first group of local heads has lost everything
     ]
     return rounds, run(
-        model, settings_of(head_map, num_gpu_blocks_override=400), rounds, evict_before={"rounds": [5], "groups": [0]}
+        model,
+        settings_of(head_map, num_gpu_blocks_override=400),
+        rounds,
+        evict_before={"rounds": [5], "groups": [0]},
     )
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_the_native_engine(native: Engine, conversation: tuple[list[Any], dict[str, Any]]):
+def test_answers_are_those_of_the_native_engine(
+    native: Engine, conversation: tuple[list[Any], dict[str, Any]]
+):
     rounds, said = conversation
     for asks, answers in zip(rounds, said["rounds"], strict=True):
         for (prompt, max_tokens), tokens in zip(asks, answers["tokens"], strict=True):
             assert tokens == expected(native, prompt, max_tokens)
-    assert [answers["cached"] for answers in said["rounds"]] == [[0], [0], [0], [672], [0, 0, 672], [0]]
+    assert [answers["cached"] for answers in said["rounds"]] == [
+        [0],
+        [0],
+        [0],
+        [672],
+        [0, 0, 672],
+        [0],
+    ]
 
 
 @pytest.mark.slow
@@ -99,17 +115,25 @@ def test_the_pool_holds_sinks_and_windows_only(conversation: tuple[list[Any], di
     kinds = dict(map(tuple, said["groups"]))
     assert kinds == {"SinkWindowSpec": 5, "FullAttentionSpec": 6}
     local = [number for number, (kind, _) in enumerate(said["groups"]) if kind == "SinkWindowSpec"]
-    held = np.array(said["rounds"][2]["held"])  # [steps, groups] while a prompt of 740 tokens is answered
+    # [steps, groups] while a prompt of 740 tokens is answered
+    held = np.array(said["rounds"][2]["held"])
     assert held[1:, local].max() <= 2 + -(-WINDOW // BLOCK) + 1
     assert held[:, [g for g in range(held.shape[1]) if g not in local]].min() == -(-740 // BLOCK)
 
 
 @pytest.mark.soak
 def test_more_sessions_are_admitted_in_the_same_memory(model: Path, head_map: Path, native: Engine):
-    """1000 tokens take 32 blocks of 6 heads that keep everything and 7 of the 10 others, instead of 32 of 16."""
+    """1000 tokens take 32 blocks of 6 heads that keep everything and 7 of the 10 others, instead of
+    32 of 16."""
     sessions = [[(words(1000, seed), 40) for seed in range(10)]]
-    plain = run(model, {"kv_cache_memory_bytes": 12 << 20, "num_gpu_blocks_override": None}, sessions)
-    ours = run(model, settings_of(head_map, kv_cache_memory_bytes=12 << 20, num_gpu_blocks_override=None), sessions)
+    plain = run(
+        model, {"kv_cache_memory_bytes": 12 << 20, "num_gpu_blocks_override": None}, sessions
+    )
+    ours = run(
+        model,
+        settings_of(head_map, kv_cache_memory_bytes=12 << 20, num_gpu_blocks_override=None),
+        sessions,
+    )
     assert ours["most_decoding"] >= 1.7 * plain["most_decoding"] > 0
     for (prompt, max_tokens), tokens in zip(sessions[0], ours["rounds"][0]["tokens"], strict=True):
         assert tokens == expected(native, prompt, max_tokens)
@@ -126,10 +150,13 @@ def test_a_full_pool_preempts_and_answers_all_the_same(model: Path, head_map: Pa
 
 @pytest.fixture(scope="module")
 def grafts(model: Path, head_map: Path) -> dict[str, Any]:
-    """What is reused of known text where local heads keep sinks and windows, and plain vLLM's answers on such heads."""
+    """What is reused of known text where local heads keep sinks and windows, and plain vLLM's
+    answers on such heads."""
     engine = settings_of(head_map, num_gpu_blocks_override=600)
     job = {"model": str(model), "engine": engine, "latent": False, "requests": REQUESTS}
-    facts: dict[str, Any] = warm.run(Path(__file__).with_name("family_engine.py"), job, **ENVIRONMENT)
+    facts: dict[str, Any] = warm.run(
+        Path(__file__).with_name("family_engine.py"), job, **ENVIRONMENT
+    )
     return facts
 
 
@@ -139,7 +166,11 @@ def test_grafts_go_beside_heads_that_keep_sinks_and_windows(grafts: dict[str, An
     assert grafts["groups"].count("SinkWindowSpec") > 1
     for policy in ("sparsex", "spread"):  # all of it recomputed
         assert grafts[policy]["tokens"] == plain
-        assert grafts[policy]["report"]["recomputed_tokens"] == grafts[policy]["report"]["grafted_tokens"] > 480
+        assert (
+            grafts[policy]["report"]["recomputed_tokens"]
+            == grafts[policy]["report"]["grafted_tokens"]
+            > 480
+        )
     assert grafts["naive"]["report"]["grafted_tokens"] > 480
     assert grafts["copied"], "grafted values are those of the source"
     assert grafts["poisoned"]["tokens"] != grafts["naive"]["tokens"]
@@ -151,29 +182,40 @@ def test_grafts_go_beside_heads_that_keep_sinks_and_windows(grafts: dict[str, An
     assert grafts["counts"]["outcome grafted"] > 1
     assert grafts["near_duplicates"]["tokens"] == grafts["plain_edited"]
     assert grafts["documents"]["reason"] == "unsupported_model"
-    assert grafts["redknot"]["report"]["grafted_tokens"] == grafts["redknot"]["report"]["recomputed_tokens"] > 480
+    assert (
+        grafts["redknot"]["report"]["grafted_tokens"]
+        == grafts["redknot"]["report"]["recomputed_tokens"]
+        > 480
+    )
     assert grafts["with windows"]["report"]["grafted_tokens"] > 480
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["naive", "with windows"])
-def test_grafts_answer_as_in_the_native_engine(model: Path, head_map: Path, grafts: dict[str, Any], case: str):
+def test_grafts_answer_as_in_the_native_engine(
+    model: Path, head_map: Path, grafts: dict[str, Any], case: str
+):
     """Block tables by head here, page lists by class there."""
     found = grafts[case]
     engine = Engine(model, dtype="float32", head_map=head_map, head_paging=True, block_size=BLOCK)
     for text in DOCUMENTS:
         engine.generate([Request(text, "full", SamplingParams(max_tokens=1))])
     sampling = SamplingParams(max_tokens=len(found["tokens"]), ignore_eos=True)
-    [answer] = engine.generate([Request(PROMPT, WITH_WINDOWS["policy"] if case == "with windows" else case, sampling)])
+    [answer] = engine.generate(
+        [Request(PROMPT, WITH_WINDOWS["policy"] if case == "with windows" else case, sampling)]
+    )
     assert answer.report.grafted_tokens == found["report"]["grafted_tokens"]
     assert answer.token_ids == found["tokens"]
 
 
 @pytest.fixture(scope="module")
 def paged(model: Path, head_map: Path) -> dict[str, Any]:
-    """What becomes of grafts and conversations of whose local heads something was reclaimed (`by_head_grafts.py`)."""
+    """What becomes of grafts and conversations of whose local heads something was reclaimed
+    (`by_head_grafts.py`)."""
     given = {"model": str(model), "engine": settings_of(head_map, num_gpu_blocks_override=600)}
-    facts: dict[str, Any] = warm.run(Path(__file__).with_name("by_head_grafts.py"), given, **ENVIRONMENT)
+    facts: dict[str, Any] = warm.run(
+        Path(__file__).with_name("by_head_grafts.py"), given, **ENVIRONMENT
+    )
     return facts
 
 
@@ -212,19 +254,30 @@ def kinds(turn: dict[str, Any]) -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-def test_conversations_go_on_beside_heads_that_keep_sinks_and_windows(native: Engine, paged: dict[str, Any]):
+def test_conversations_go_on_beside_heads_that_keep_sinks_and_windows(
+    native: Engine, paged: dict[str, Any]
+):
     said = paged["conversations"]
     assert said["problems"] == []
     for policy in ("everything", "naive", "redknot"):
-        assert [kinds(turn) for _, turn in said[policy]] == [(0, 0, 288), (64, 416 - 64, 0), (64, 512 - 64, 0)]
+        assert [kinds(turn) for _, turn in said[policy]] == [
+            (0, 0, 288),
+            (64, 416 - 64, 0),
+            (64, 512 - 64, 0),
+        ]
     for prompt, turn in said["everything"]:
         assert turn["tokens"] == expected(native, prompt, len(turn["tokens"]))
-    assert said["elsewhere"]["tokens"] == said["everything"][1][1]["tokens"][: len(said["elsewhere"]["tokens"])]
+    assert (
+        said["elsewhere"]["tokens"]
+        == said["everything"][1][1]["tokens"][: len(said["elsewhere"]["tokens"])]
+    )
     assert kinds(said["elsewhere"]) == (0, 0, 0)
 
 
 @pytest.mark.slow
-def test_who_finds_no_window_to_go_on_with_is_computed_and_no_mixture(native: Engine, paged: dict[str, Any]):
+def test_who_finds_no_window_to_go_on_with_is_computed_and_no_mixture(
+    native: Engine, paged: dict[str, Any]
+):
     said = paged["conversations"]
     assert [kinds(turn) for _, turn in said["lost"]] == [(0, 0, 288), (0, 0, 0), (0, 0, 0)]
     assert [kinds(turn) for _, turn in said["lost once"]] == [(0, 0, 288), (0, 0, 0), (512, 0, 0)]
@@ -234,25 +287,40 @@ def test_who_finds_no_window_to_go_on_with_is_computed_and_no_mixture(native: En
 
 
 @pytest.mark.slow
-def test_what_local_heads_have_left_behind_of_a_prefix_is_never_read(native: Engine, paged: dict[str, Any]):
+def test_what_local_heads_have_left_behind_of_a_prefix_is_never_read(
+    native: Engine, paged: dict[str, Any]
+):
     for answers in paged["prefix"].values():
         assert [kinds(answer) for answer in answers] == [(672, 0, 288)] * 3
         assert answers[0]["tokens"] == answers[1]["tokens"] == answers[2]["tokens"]
-    assert answers[0]["tokens"] == expected(native, by_head_grafts.BEHIND, 8), "local heads see windows"
+    assert answers[0]["tokens"] == expected(native, by_head_grafts.BEHIND, 8), (
+        "local heads see windows"
+    )
 
 
 @pytest.mark.slow
-def test_a_plan_that_waits_is_made_anew_when_local_heads_have_lost_what_it_takes_of_them(paged: dict[str, Any]):
-    assert paged["waiting"] == {"redknot": [736, 736, True], "naive": [736, 704, False], "sparsex": [736, 704, False]}
+def test_a_plan_that_waits_is_made_anew_when_local_heads_have_lost_what_it_takes_of_them(
+    paged: dict[str, Any],
+):
+    assert paged["waiting"] == {
+        "redknot": [736, 736, True],
+        "naive": [736, 704, False],
+        "sparsex": [736, 704, False],
+    }
 
 
 def config_of(model: Path, **changes: Any) -> VllmConfig:
-    return configure(**{"model": str(model), "worker_cls": "auto", "kv_transfer_config": None} | changes)
+    return configure(
+        **{"model": str(model), "worker_cls": "auto", "kv_transfer_config": None} | changes
+    )
 
 
 def test_what_cannot_work_is_refused_with_every_reason(model: Path, head_map: Path, tmp_path: Path):
     assert check_head_map(config_of(model), str(head_map)).window == WINDOW
-    assert check_head_map(config_of(model, kv_transfer_config=transfer_config()), str(head_map)).window == WINDOW
+    assert (
+        check_head_map(config_of(model, kv_transfer_config=transfer_config()), str(head_map)).window
+        == WINDOW
+    )
     theirs = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     for changes, reason in (
         ({"tensor_parallel_size": 2}, "2 ranks: all would have to have heads of the same classes"),
@@ -260,11 +328,19 @@ def test_what_cannot_work_is_refused_with_every_reason(model: Path, head_map: Pa
         ({"kv_cache_dtype": "fp8"}, "KV cache dtype fp8"),
         ({"disable_hybrid_kv_cache_manager": True}, "the hybrid KV cache manager off"),
         (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 2,
+                    "prompt_lookup_max": 3,
+                }
+            },
             "speculative decoding",
         ),
     ):
-        with pytest.raises(UnsupportedConfiguration, match=f"^heads cannot be kept by class with .*{reason}"):
+        with pytest.raises(
+            UnsupportedConfiguration, match=f"^heads cannot be kept by class with .*{reason}"
+        ):
             check_head_map(config_of(model, **changes), str(head_map))
     with pytest.raises(UnsupportedConfiguration, match="no head map"):
         check_head_map(config_of(model), None)
@@ -279,17 +355,27 @@ def test_an_untested_version_is_refused_unless_it_is_allowed(
 ):
     monkeypatch.setattr(support, "vllm_version", lambda: "0.99.0")
     with pytest.raises(
-        UnsupportedConfiguration, match=r"vLLM 0\.99\.0: supported are 0\.31 .*--kvgraft-allow-untested"
+        UnsupportedConfiguration,
+        match=r"vLLM 0\.99\.0: supported are 0\.31 .*--kvgraft-allow-untested",
     ):
         check_head_map(config_of(model), str(head_map))
-    allowed = parse([str(model), "--kvgraft-head-paging", "--kvgraft-allow-untested"]).additional_config
-    assert check_head_map(config_of(model, additional_config=allowed), str(head_map)).window == WINDOW
+    allowed = parse(
+        [str(model), "--kvgraft-head-paging", "--kvgraft-allow-untested"]
+    ).additional_config
+    assert (
+        check_head_map(config_of(model, additional_config=allowed), str(head_map)).window == WINDOW
+    )
     assert [record.message for record in caplog.records if "0.99.0 is not tested" in record.message]
 
 
 def test_a_runner_that_asks_how_far_a_window_reaches_is_left_the_sinks():
     spec = SinkWindowSpec(
-        block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32, sliding_window=WINDOW, sinks=SINKS
+        block_size=32,
+        num_kv_heads=1,
+        head_size=32,
+        dtype=torch.float32,
+        sliding_window=WINDOW,
+        sinks=SINKS,
     )
     for num_computed_tokens in (WINDOW + 1, 1 << 20):
         assert max(num_computed_tokens - spec.num_retained_tokens, 0) // spec.block_size == 0
@@ -305,11 +391,17 @@ def test_the_flag_names_model_class_and_map(model: Path, head_map: Path, tmp_pat
     elsewhere = head_map.rename(tmp_path / "map.json")
     given = [str(model), "--kvgraft-head-paging", "--kvgraft-head-map", str(elsewhere)]
     assert parse(given).additional_config == {"kvgraft_head_map": str(elsewhere)}
-    with pytest.raises(ValueError, match=f"--kvgraft-head-paging: no head map {head_map}; run `kvgraft profile-heads"):
+    with pytest.raises(
+        ValueError,
+        match=f"--kvgraft-head-paging: no head map {head_map}; run `kvgraft profile-heads",
+    ):
         parse(given[:2])
     elsewhere.rename(head_map)
     for more, message in (
-        (["--kvgraft-store-ram-gib", "1"], "--kvgraft-store-ram-gib does not go with --kvgraft-head-paging"),
+        (
+            ["--kvgraft-store-ram-gib", "1"],
+            "--kvgraft-store-ram-gib does not go with --kvgraft-head-paging",
+        ),
         (["--flow", "quest"], "--kvgraft-flow does not go with --kvgraft-head-paging"),
         (["--hf-overrides", '{"a": 1}'], "--hf-overrides does not go with --kvgraft-head-paging"),
     ):

@@ -1,4 +1,5 @@
-"""LoRA: what was read under an adapter is that adapter's, and what is recovered is recovered under it."""
+"""LoRA: what was read under an adapter is that adapter's, and what is recovered is recovered under
+it."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +17,9 @@ pytestmark = pytest.mark.slow
 
 LORA = {"enable_lora": True, "max_lora_rank": 8}
 ROOM = (
-    8  # for adapters, more than there are: on a CPU vLLM computes requests without one by the last slot, if others run
+    # for adapters, more than there are: on a CPU vLLM computes requests without one by the last
+    # slot, if others run
+    8
 )
 DOCUMENT, OTHER, LONG = words(300, 1), words(200, 2), words(900, 3)
 
@@ -52,16 +55,21 @@ def truth(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hos
 @pytest.fixture(scope="module")
 def roomy(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostProcess]:
     """Ours, with room for all adapters."""
-    process = HostProcess(model, tmp_path_factory.mktemp("roomy") / "log", with_kvgraft=True, max_loras=ROOM, **LORA)
+    process = HostProcess(
+        model, tmp_path_factory.mktemp("roomy") / "log", with_kvgraft=True, max_loras=ROOM, **LORA
+    )
     yield process
     process.close()
 
 
 @pytest.fixture(scope="module")
 def cramped(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostProcess]:
-    """Ours, with room for one adapter, which it forgets for another; every recovery spans several steps."""
+    """Ours, with room for one adapter, which it forgets for another; every recovery spans several
+    steps."""
     small = {"max_num_batched_tokens": 64, "max_cpu_loras": 1, "max_loras": 1}
-    process = HostProcess(model, tmp_path_factory.mktemp("cramped") / "log", with_kvgraft=True, **small, **LORA)
+    process = HostProcess(
+        model, tmp_path_factory.mktemp("cramped") / "log", with_kvgraft=True, **small, **LORA
+    )
     yield process
     process.close()
 
@@ -76,7 +84,9 @@ def plain(ask: Ask) -> Ask:
 
 
 def test_adapters_change_every_answer(truth: HostProcess, adapters: list[dict[str, Any]]):
-    answers = truth.ask(*[Ask(prompt(1, DOCUMENT), adapter=adapter) for adapter in (None, *adapters)])
+    answers = truth.ask(
+        *[Ask(prompt(1, DOCUMENT), adapter=adapter) for adapter in (None, *adapters)]
+    )
     assert len({tuple(answer.tokens) for answer in answers}) == 3
 
 
@@ -96,28 +106,36 @@ def test_recomputing_everything_gives_the_adapters_own_answer(
 def test_heads_are_recomputed_under_the_adapter_in_all_three_steps(
     truth: HostProcess, adapters: list[dict[str, Any]], room: str, request: pytest.FixtureRequest
 ):
-    """`redknot`: projections, what follows the attention, and FFNs; beside others, in several steps of vLLM."""
+    """`redknot`: projections, what follows the attention, and FFNs; beside others, in several steps
+    of vLLM."""
     process: HostProcess = request.getfixturevalue(room)
     users = [None, *adapters] if room == "roomy" else adapters
     for adapter in users:
         read(process, DOCUMENT, adapter, "heads")
     asks = [
-        Ask(prompt(number, DOCUMENT), EVERY_HEAD, "heads", adapter=adapter) for number, adapter in enumerate(users * 2)
+        Ask(prompt(number, DOCUMENT), EVERY_HEAD, "heads", adapter=adapter)
+        for number, adapter in enumerate(users * 2)
     ]
     for answer, expected in zip(process.ask(*asks), truth.ask(*map(plain, asks)), strict=True):
         assert answer.grafted == answer.report["recomputed_tokens"] >= len(DOCUMENT) - 2 * BLOCK
         assert answer.tokens == expected.tokens
 
 
-def test_heads_reuse_what_was_read_under_the_adapter(roomy: HostProcess, adapters: list[dict[str, Any]]):
+def test_heads_reuse_what_was_read_under_the_adapter(
+    roomy: HostProcess, adapters: list[dict[str, Any]]
+):
     for adapter in adapters:
         read(roomy, DOCUMENT, adapter, "reused heads")
     by_head = {"policy": "redknot:repair=off,recent_tokens=8,min_ffn_tokens=4"}
-    asks = [Ask(prompt(1, DOCUMENT), by_head, "reused heads", adapter=adapter) for adapter in adapters]
+    asks = [
+        Ask(prompt(1, DOCUMENT), by_head, "reused heads", adapter=adapter) for adapter in adapters
+    ]
     one_by_one = [roomy.ask(ask)[0] for ask in asks]
     assert all(answer.grafted for answer in one_by_one)
     assert one_by_one[0].tokens != one_by_one[1].tokens
-    assert [answer.tokens for answer in roomy.ask(*asks)] == [answer.tokens for answer in one_by_one]
+    assert [answer.tokens for answer in roomy.ask(*asks)] == [
+        answer.tokens for answer in one_by_one
+    ]
 
 
 def test_what_is_grafted_is_what_was_read_under_the_adapter(
@@ -134,7 +152,9 @@ def test_what_is_grafted_is_what_was_read_under_the_adapter(
     assert poisoned.tokens != truth.ask(plain(replace(ask, prompt=prompt(2, DOCUMENT))))[0].tokens
 
 
-def test_text_is_known_under_its_own_adapter_only(roomy: HostProcess, adapters: list[dict[str, Any]]):
+def test_text_is_known_under_its_own_adapter_only(
+    roomy: HostProcess, adapters: list[dict[str, Any]]
+):
     readers = [None, adapters[0], adapters[1]]
     for number, reader in enumerate(readers):
         salt = f"known {number}"
@@ -146,38 +166,56 @@ def test_text_is_known_under_its_own_adapter_only(roomy: HostProcess, adapters: 
             assert (again.cached > 0) == (asker is reader), "vLLM's own exact hits"
 
 
-def test_a_conversation_goes_on_under_its_own_adapter_only(roomy: HostProcess, adapters: list[dict[str, Any]]):
+def test_a_conversation_goes_on_under_its_own_adapter_only(
+    roomy: HostProcess, adapters: list[dict[str, Any]]
+):
     turn = prompt(1, DOCUMENT)
     for adapter in adapters:
         read(roomy, DOCUMENT, adapter, "conversation")
     [first] = roomy.ask(Ask(turn, NAIVE, "conversation", adapter=adapters[0]))
     assert first.grafted > 0
-    following = Ask([*turn, *first.tokens, *words(40, 9)], NAIVE, "conversation", adapter=adapters[1])
+    following = Ask(
+        [*turn, *first.tokens, *words(40, 9)], NAIVE, "conversation", adapter=adapters[1]
+    )
     assert roomy.ask(following)[0].report["continued_tokens"] == 0
     assert roomy.ask(replace(following, adapter=None))[0].report["continued_tokens"] == 0
     assert roomy.ask(replace(following, adapter=adapters[0]))[0].report["continued_tokens"] > 0
 
 
 def mixed(adapters: list[dict[str, Any]], salt: str) -> list[Ask]:
-    """Requests that arrive together, of two adapters and of the model itself, of two policies and without reuse."""
+    """Requests that arrive together, of two adapters and of the model itself, of two policies and
+    without reuse."""
     a, b = adapters
     users = [a, None, b, b, None, a, a]
-    options = [EVERYTHING, EVERYTHING, EVERYTHING, {"policy": "spread", "recompute_share": 1.0}, OFF, OFF, EVERYTHING]
+    options = [
+        EVERYTHING,
+        EVERYTHING,
+        EVERYTHING,
+        {"policy": "spread", "recompute_share": 1.0},
+        OFF,
+        OFF,
+        EVERYTHING,
+    ]
     pairs = enumerate(zip(users, options, strict=True))
-    return [Ask(prompt(at, DOCUMENT, OTHER), chosen, salt, adapter=user) for at, (user, chosen) in pairs]
+    return [
+        Ask(prompt(at, DOCUMENT, OTHER), chosen, salt, adapter=user) for at, (user, chosen) in pairs
+    ]
 
 
 @pytest.mark.parametrize("room", ["roomy", "cramped"])
 def test_requests_of_several_adapters_are_served_together(
     truth: HostProcess, adapters: list[dict[str, Any]], room: str, request: pytest.FixtureRequest
 ):
-    """With room for one, adapters push each other out while a recovery is paused: see `ROOM` for the others."""
+    """With room for one, adapters push each other out while a recovery is paused: see `ROOM` for
+    the others."""
     process: HostProcess = request.getfixturevalue(room)
     for adapter in (None, *adapters):
         read(process, DOCUMENT, adapter, "mixed")
         read(process, OTHER, adapter, "mixed")
     asks = [ask for ask in mixed(adapters, "mixed") if ask.adapter or room == "roomy"]
-    for ask, answer, expected in zip(asks, process.ask(*asks), truth.ask(*map(plain, asks)), strict=True):
+    for ask, answer, expected in zip(
+        asks, process.ask(*asks), truth.ask(*map(plain, asks)), strict=True
+    ):
         assert (answer.grafted > 0) == (ask.options is not OFF)
         assert answer.tokens == expected.tokens
 
@@ -185,7 +223,8 @@ def test_requests_of_several_adapters_are_served_together(
 def test_answers_go_on_under_their_own_adapters_while_others_are_recovered(
     truth: HostProcess, cramped: HostProcess, adapters: list[dict[str, Any]]
 ):
-    """Steps that decode under one adapter, and in each of them a part of a long recovery under another."""
+    """Steps that decode under one adapter, and in each of them a part of a long recovery under
+    another."""
     for adapter in adapters:
         read(cramped, LONG, adapter, "paused")
     asks = [
@@ -196,7 +235,9 @@ def test_answers_go_on_under_their_own_adapters_while_others_are_recovered(
     ]
     answers = cramped.ask(*asks)
     assert [answer.grafted > 0 for answer in answers] == [False, True, True, True]
-    assert [answer.tokens for answer in answers] == [answer.tokens for answer in truth.ask(*map(plain, asks))]
+    assert [answer.tokens for answer in answers] == [
+        answer.tokens for answer in truth.ask(*map(plain, asks))
+    ]
 
 
 def test_documents_are_kept_by_adapter(roomy: HostProcess, adapters: list[dict[str, Any]]):
@@ -207,14 +248,21 @@ def test_documents_are_kept_by_adapter(roomy: HostProcess, adapters: list[dict[s
     asks = [Ask(prompt(1, DOCUMENT), kept, "kept", adapter=adapter) for adapter in adapters]
     one_by_one = [roomy.ask(ask)[0] for ask in asks]
     assert all(answer.report["kept_tokens"] for answer in one_by_one)
-    assert [answer.tokens for answer in roomy.ask(*asks)] == [answer.tokens for answer in one_by_one]
+    assert [answer.tokens for answer in roomy.ask(*asks)] == [
+        answer.tokens for answer in one_by_one
+    ]
     assert one_by_one[0].tokens != one_by_one[1].tokens
 
 
 def test_other_weights_under_the_same_name_know_nothing(
-    model: Path, truth: HostProcess, roomy: HostProcess, adapters: list[dict[str, Any]], tmp_path: Path
+    model: Path,
+    truth: HostProcess,
+    roomy: HostProcess,
+    adapters: list[dict[str, Any]],
+    tmp_path: Path,
 ):
-    """Loaded in place, from the same path: vLLM's own prefix cache would go on with what the old weights computed."""
+    """Loaded in place, from the same path: vLLM's own prefix cache would go on with what the old
+    weights computed."""
     path = make_adapter(tmp_path / "same", model, seed=11)
     adapter = {"lora_name": "same", "lora_int_id": 9, "lora_path": str(path)}
     read(roomy, DOCUMENT, adapter, "reload")
@@ -226,10 +274,16 @@ def test_other_weights_under_the_same_name_know_nothing(
     [before] = roomy.ask(replace(ask, prompt=prompt(2, DOCUMENT)))
     assert before.grafted > 0, "the files have changed, but nobody has loaded them"
 
-    anew, other = adapter | {"load_inplace": True}, {**adapter, "lora_path": str(tmp_path / "other")}
+    anew, other = (
+        adapter | {"load_inplace": True},
+        {**adapter, "lora_path": str(tmp_path / "other")},
+    )
     make_adapter(tmp_path / "other", model, seed=12)
     for again in (replace(ask, options=OFF), replace(ask, prompt=prompt(3, OTHER), options=NAIVE)):
-        [answer], [expected] = roomy.ask(replace(again, adapter=anew)), truth.ask(Ask(again.prompt, adapter=other))
+        [answer], [expected] = (
+            roomy.ask(replace(again, adapter=anew)),
+            truth.ask(Ask(again.prompt, adapter=other)),
+        )
         assert answer.cached == 0
         assert answer.tokens == expected.tokens
     again = Ask(prompt(4, OTHER), EVERYTHING, "reload", adapter=anew)
@@ -242,7 +296,9 @@ def test_other_weights_under_the_same_name_know_nothing(
     assert answer.grafted > 0, "the first weights are back, and so is what they know"
 
 
-def test_an_adapter_whose_files_are_gone_is_served_without_reuse(model: Path, roomy: HostProcess, tmp_path: Path):
+def test_an_adapter_whose_files_are_gone_is_served_without_reuse(
+    model: Path, roomy: HostProcess, tmp_path: Path
+):
     path = make_adapter(tmp_path / "gone", model, seed=21)
     adapter = {"lora_name": "gone", "lora_int_id": 10, "lora_path": str(path)}
     read(roomy, DOCUMENT, adapter, "gone")

@@ -12,7 +12,9 @@ SALTS = [("a", "b"), ("a", None), (None, "a"), ("a", "A"), ("a", "a ")]
 
 @pytest.mark.parametrize("text", [PROMPT, DOCUMENT], ids=["moved", "same"])
 @pytest.mark.parametrize(("mine", "yours"), SALTS)
-def test_a_stranger_finds_nothing(host: Host, plain: HostProcess, mine: str | None, yours: str | None, text: list[int]):
+def test_a_stranger_finds_nothing(
+    host: Host, plain: HostProcess, mine: str | None, yours: str | None, text: list[int]
+):
     host.read(DOCUMENT, salt=mine)
     [answer] = host.ask(Ask(text, EVERYTHING, yours))
     assert (answer.cached, answer.grafted, answer.report["reason"]) == (0, 0, "no_known_text")
@@ -22,7 +24,10 @@ def test_a_stranger_finds_nothing(host: Host, plain: HostProcess, mine: str | No
 @pytest.mark.parametrize("mine", ["a", None])
 def test_the_owner_finds_its_text(host: Host, plain: HostProcess, mine: str | None):
     host.read(DOCUMENT, salt=mine)
-    [moved], [same] = host.ask(Ask(PROMPT, EVERYTHING, mine)), host.ask(Ask(DOCUMENT, EVERYTHING, mine))
+    [moved], [same] = (
+        host.ask(Ask(PROMPT, EVERYTHING, mine)),
+        host.ask(Ask(DOCUMENT, EVERYTHING, mine)),
+    )
     assert moved.grafted == 288
     assert (same.cached, same.grafted) == (288, 0)
     assert [moved.tokens, same.tokens] == plain.tokens(PROMPT, DOCUMENT)

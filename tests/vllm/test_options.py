@@ -37,15 +37,24 @@ COUNTS = st.integers(0, 1000)
         ({"policy": "sparsex"}, POLICY),
         ({"policy": "naive"}, Naive()),
         ({"policy": "full"}, Full()),
-        ({"policy": "sparsex:boundary_layers=1,recompute_share=0.5"}, SparseX(boundary_layers=1, recompute_share=0.5)),
+        (
+            {"policy": "sparsex:boundary_layers=1,recompute_share=0.5"},
+            SparseX(boundary_layers=1, recompute_share=0.5),
+        ),
         (
             {"policy": "sparsex:boundary_layers=1", "recompute_share": 0.5},
             SparseX(boundary_layers=1, recompute_share=0.5),
         ),
         ({"recompute_share": 0.7}, SparseX(boundary_layers=3, recompute_share=0.7)),
-        ({"policy": "sparsex", "recompute_share": 0.7}, SparseX(boundary_layers=3, recompute_share=0.7)),
+        (
+            {"policy": "sparsex", "recompute_share": 0.7},
+            SparseX(boundary_layers=3, recompute_share=0.7),
+        ),
         ({"recompute_share": 1}, SparseX(boundary_layers=3, recompute_share=1)),
-        ({"boundary_share": 0.5, "tail_tokens": 8}, SparseX(boundary_share=0.5, recompute_share=0.2, tail_tokens=8)),
+        (
+            {"boundary_share": 0.5, "tail_tokens": 8},
+            SparseX(boundary_share=0.5, recompute_share=0.2, tail_tokens=8),
+        ),
     ],
 )
 def test_policy_options_change_the_named_policy_or_the_default(said: dict[str, Any], policy: Any):
@@ -58,26 +67,44 @@ def test_each_option_changes_itself_only(said: dict[str, Any]):
     assert asdict(parsed) == asdict(POLICY) | said
 
 
-@pytest.mark.parametrize(("said", "reuse"), [({}, True), ({"reuse": "auto"}, True), ({"reuse": "off"}, False)])
+@pytest.mark.parametrize(
+    ("said", "reuse"), [({}, True), ({"reuse": "auto"}, True), ({"reuse": "off"}, False)]
+)
 def test_reuse_is_on_unless_it_is_off(said: dict[str, Any], reuse: bool):
     assert RequestOptions.parse(said, DEFAULT).reuse is reuse
 
 
-@pytest.mark.parametrize(("said", "similar"), [({}, True), ({"match": "exact"}, False), ({"match": "similar"}, True)])
-def test_near_duplicates_are_matched_unless_the_request_says_otherwise(said: dict[str, Any], similar: bool):
-    assert RequestOptions.parse(said, RequestOptions(POLICY, match_similar=True)).match_similar is similar
+@pytest.mark.parametrize(
+    ("said", "similar"), [({}, True), ({"match": "exact"}, False), ({"match": "similar"}, True)]
+)
+def test_near_duplicates_are_matched_unless_the_request_says_otherwise(
+    said: dict[str, Any], similar: bool
+):
+    assert (
+        RequestOptions.parse(said, RequestOptions(POLICY, match_similar=True)).match_similar
+        is similar
+    )
 
 
 @pytest.mark.parametrize(
     ("said", "shared"),
-    [({}, None), ({"shared": None}, None), ({"shared": []}, ()), ({"shared": ["b", "a"]}, ("b", "a"))],
+    [
+        ({}, None),
+        ({"shared": None}, None),
+        ({"shared": []}, ()),
+        ({"shared": ["b", "a"]}, ("b", "a")),
+    ],
 )
-def test_all_shared_text_is_wanted_unless_some_is_named(said: dict[str, Any], shared: tuple[str, ...] | None):
+def test_all_shared_text_is_wanted_unless_some_is_named(
+    said: dict[str, Any], shared: tuple[str, ...] | None
+):
     assert RequestOptions.parse(said, DEFAULT).shared == shared
 
 
 def test_a_given_answer_is_taken_as_it_is():
-    assert RequestOptions.parse({"forced_output": [5, 0]}, DEFAULT) == RequestOptions(POLICY, forced_output=(5, 0))
+    assert RequestOptions.parse({"forced_output": [5, 0]}, DEFAULT) == RequestOptions(
+        POLICY, forced_output=(5, 0)
+    )
     assert RequestOptions.parse({"forced_output": None}, DEFAULT).forced_output == ()
 
 
@@ -95,7 +122,10 @@ def test_the_namespace_is_taken_as_it_is():
         ({"reuse": ["auto"]}, "reuse must be 'auto', 'exact' or 'off'"),
         ({"match": "close"}, "match must be 'exact' or 'similar', got 'close'"),
         ({"match": ["similar"]}, "match must be 'exact' or 'similar', got ['similar']"),
-        ({"match": "similar"}, "only identical text is known here, start the server with --kvgraft-match=similar"),
+        (
+            {"match": "similar"},
+            "only identical text is known here, start the server with --kvgraft-match=similar",
+        ),
         ({"policy": 3}, "policy must be a string, got 3"),
         ({"policy": "best"}, "unknown policy 'best': choose from cacheblend, condense"),
         ({"policy": ""}, "unknown policy '': choose from cacheblend, condense"),
@@ -114,9 +144,13 @@ def test_the_namespace_is_taken_as_it_is():
         ({"tail_tokens": 0}, "tail_tokens must be an integer of at least 1, got 0"),
         (
             {"policy": "naive", "topk": 0.1},
-            "no option 'topk': it has none; a request itself has policy, reuse, quality, match, namespace",
+            "no option 'topk': it has none; a request itself has policy, reuse, quality, match, "
+            "namespace",
         ),
-        ({"boundary_layers": 1, "boundary_share": 0.5}, "takes boundary_layers or boundary_share, not both"),
+        (
+            {"boundary_layers": 1, "boundary_share": 0.5},
+            "takes boundary_layers or boundary_share, not both",
+        ),
         ({"top_k": 0.1}, "policy 'sparsex' has no option 'top_k': it has rows"),
         ({"control": {"op": "list"}}, "no option 'control': it has"),
         ({"name": "sparsex"}, "no option 'name': it has"),
@@ -143,7 +177,11 @@ def test_a_count_of_any_size_is_refused_or_works(count: int):
         with suppress(ValueError):
             policy = RequestOptions.parse({name: count}, DEFAULT).policy
             assert isinstance(policy, SparseX)
-            assert plan.overflow(policy.overflow_blocks).shape == plan.tail(policy.tail_tokens).shape == (8,)
+            assert (
+                plan.overflow(policy.overflow_blocks).shape
+                == plan.tail(policy.tail_tokens).shape
+                == (8,)
+            )
             assert 0 <= count_layers(policy.boundary_layers, policy.boundary_share, 6) <= 6
 
 
@@ -152,7 +190,9 @@ JSON = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=5,
 )
-NAMES = st.sampled_from(["policy", "reuse", "match", "namespace", "shared", *(f.name for f in fields(SparseX))])
+NAMES = st.sampled_from(
+    ["policy", "reuse", "match", "namespace", "shared", *(f.name for f in fields(SparseX))]
+)
 
 
 @given(st.dictionaries(NAMES | st.text(), JSON))
@@ -161,7 +201,9 @@ def test_any_json_is_either_understood_or_refused(said: dict[str, Any]):
         parsed = RequestOptions.parse(said, DEFAULT)
     except ValueError:
         return
-    assert said.keys() <= {"policy", "reuse", "match", "namespace", "shared"} | {f.name for f in fields(parsed.policy)}
+    assert said.keys() <= {"policy", "reuse", "match", "namespace", "shared"} | {
+        f.name for f in fields(parsed.policy)
+    }
     assert parsed.namespace == said.get("namespace", "")
 
 
@@ -171,7 +213,9 @@ def test_names_are_printable_and_bounded(text: str):
     if allowed:
         check_name("segment", text)
     else:
-        with pytest.raises(ValueError, match=f"^segment must be a printable string of 1 to {MAX_NAME} characters"):
+        with pytest.raises(
+            ValueError, match=f"^segment must be a printable string of 1 to {MAX_NAME} characters"
+        ):
             check_name("segment", text)
 
 
@@ -188,7 +232,9 @@ def token(monkeypatch: pytest.MonkeyPatch) -> str:
     return "secret"
 
 
-@pytest.mark.parametrize("control", [Control("pin", "manual"), Control("delete", "manual"), Control("list")])
+@pytest.mark.parametrize(
+    "control", [Control("pin", "manual"), Control("delete", "manual"), Control("list")]
+)
 def test_a_control_operation_survives_its_way_into_the_engine(token: str, control: Control):
     assert Control.parse(control.as_params()[KEY]["control"]) == control
 
@@ -217,7 +263,9 @@ def test_where_no_token_is_set_nothing_is_one(monkeypatch: pytest.MonkeyPatch, s
 
 def test_of_a_salt_that_a_client_chose_a_digest_is_shown():
     assert namespace_label("") == ""
-    shown = {namespace_label(salt) for salt in ("secret", "another", "a" * 64, "g" * 64 + ":x", "ab:x")}
+    shown = {
+        namespace_label(salt) for salt in ("secret", "another", "a" * 64, "g" * 64 + ":x", "ab:x")
+    }
     assert len(shown) == 5
     assert all(re.fullmatch("[0-9a-f]{8}", label) for label in shown)
 
@@ -225,7 +273,10 @@ def test_of_a_salt_that_a_client_chose_a_digest_is_shown():
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"op": "thaw", "token": "secret"}, "op must be pin, delete, list, refresh, read or score, got 'thaw'"),
+        (
+            {"op": "thaw", "token": "secret"},
+            "op must be pin, delete, list, refresh, read or score, got 'thaw'",
+        ),
         ({"token": "secret"}, "op must be pin, delete, list, refresh, read or score, got 'None'"),
         ({"op": "pin", "token": "secret", "quota": 2}, "quota must be a share from 0 to 1, got 2"),
         (
@@ -244,7 +295,11 @@ def test_what_is_no_control_operation_is_refused(token: str, said: Any, message:
 
 def test_a_report_travels_as_plain_json():
     report = ServedReport(
-        policy="Naive()", prompt_tokens=9, grafted_tokens=4, fresh_tokens=5, spans=[[0, 4, "grafted"]]
+        policy="Naive()",
+        prompt_tokens=9,
+        grafted_tokens=4,
+        fresh_tokens=5,
+        spans=[[0, 4, "grafted"]],
     )
     sent = report.as_params()
     assert list(sent) == [KEY]

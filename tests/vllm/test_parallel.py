@@ -20,7 +20,8 @@ PROMPT = [*words(40, 2), *DOCUMENT, *words(9, 3)]
 
 
 def run(model: Path, log: Path, **engine: Any) -> Any:
-    """What replicas answer when the first has read a text; everything that they print is in the log."""
+    """What replicas answer when the first has read a text; everything that they print is in the
+    log."""
     asks = [(DOCUMENT, OFF, 0), (PROMPT, EVERYTHING, 1), (PROMPT, EVERYTHING, 0)]
     job = {"model": str(model), "with_kvgraft": True, "engine": engine, "asks": asks}
     with log.open("w") as errors:
@@ -43,8 +44,11 @@ def test_stages_are_refused(model: Path, tmp_path: Path):
 
 
 @pytest.mark.soak
-def test_replicas_graft_what_they_have_read_themselves(model: Path, plain: HostProcess, tmp_path: Path):
-    """And nothing else, which is why `kvgraft serve` starts one: segments would be known to one replica alone."""
+def test_replicas_graft_what_they_have_read_themselves(
+    model: Path, plain: HostProcess, tmp_path: Path
+):
+    """And nothing else, which is why `kvgraft serve` starts one: segments would be known to one
+    replica alone."""
     _, other, same = run(model, tmp_path / "log", data_parallel_size=2)
     assert (other["grafted"], other["reason"]) == (0, "no_known_text")
     assert same["grafted"] >= 256

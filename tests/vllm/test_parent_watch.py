@@ -79,7 +79,9 @@ def test_the_engine_of_a_server_that_is_killed_ends(tmp_path: Path):
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with (
         log.open("wb") as output,
-        subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True) as server,
+        subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment, start_new_session=True
+        ) as server,
     ):
         try:
             deadline = time.monotonic() + 300

@@ -20,7 +20,9 @@ def _token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CONTROL_TOKEN, "a token of the test's own")
 
 
-def control(host: Host, op: str, name: str = "", text: list[int] | None = None, salt: str | None = "a") -> Any:
+def control(
+    host: Host, op: str, name: str = "", text: list[int] | None = None, salt: str | None = "a"
+) -> Any:
     """What the API server sends, and what the engine tells it."""
     options = Control(op, name).as_params()["kvgraft"]
     [answer] = host.ask(Ask(text or [5], options, salt, max_tokens=1), limit=200)
@@ -65,7 +67,8 @@ def test_the_life_of_a_segment(host: Host):
     assert host.known.pool.num_used == 3
     assert control(host, "pin", "notes", words(200, 5))["num_pins"] == 1  # replaces the old one
     assert host.known.pool.num_used == 6
-    assert host.ask(Ask(words(4, 6) + PROMPT, NAIVE, "a"))[0].grafted == 288  # unpinned, not forgotten
+    # unpinned, not forgotten
+    assert host.ask(Ask(words(4, 6) + PROMPT, NAIVE, "a"))[0].grafted == 288
     assert control(host, "delete", "notes")["num_pins"] == 0
     assert control(host, "list") == {"pins": []}
     assert host.known.pool.num_used == 0
@@ -99,8 +102,12 @@ def test_operations_are_no_traffic(host: Host):
     control(host, "delete", "manual")
     host.settle()
     assert (host.count("pool_blocks", "pinned"), host.count("pinned_documents")) == (0, 0)
-    counted = {name.removeprefix("kvgraft:") for name, metric in METRICS.items() if metric.kind is Counter}
-    assert {name: host.stats.data.get(f"kvgraft:{name}") for name in counted} == dict.fromkeys(counted)
+    counted = {
+        name.removeprefix("kvgraft:") for name, metric in METRICS.items() if metric.kind is Counter
+    }
+    assert {name: host.stats.data.get(f"kvgraft:{name}") for name in counted} == dict.fromkeys(
+        counted
+    )
 
 
 def test_an_owner_takes_its_share_whatever_the_namespace(host: Host):
@@ -129,7 +136,8 @@ def test_two_names_of_one_text_hold_it_twice(host: Host):
 
 def test_what_cannot_be_pinned(host: Host):
     assert control(host, "pin", "short", words(BLOCK - 1, 1))["status"] == 400
-    assert control(host, "pin", "large", words(48 * BLOCK, 1))["status"] == 409  # half of the pool is 47 blocks
+    # half of the pool is 47 blocks
+    assert control(host, "pin", "large", words(48 * BLOCK, 1))["status"] == 409
     assert control(host, "delete", "nothing")["status"] == 404
     assert control(host, "list") == {"pins": []}
     assert host.known.pool.num_used == 0
@@ -169,7 +177,9 @@ def test_a_text_that_is_well_known_can_be_pinned(host: Host):
     ],
     ids=str,
 )
-def test_a_forged_operation_is_an_ordinary_request_without_reuse(host: Host, plain: HostProcess, forged: Any):
+def test_a_forged_operation_is_an_ordinary_request_without_reuse(
+    host: Host, plain: HostProcess, forged: Any
+):
     host.read(DOCUMENT, salt="a")
     [answer] = host.ask(Ask(PROMPT, {"control": forged}, "a"))
     assert [answer.tokens] == plain.tokens(PROMPT)
@@ -177,17 +187,25 @@ def test_a_forged_operation_is_an_ordinary_request_without_reuse(host: Host, pla
     assert host.known.pins.list() == []
 
 
-def test_without_a_token_in_the_environment_nobody_may_pin(host: Host, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_token_in_the_environment_nobody_may_pin(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delenv(CONTROL_TOKEN)
     for token in ("", "None"):
-        [answer] = host.ask(Ask(DOCUMENT, {"control": {"op": "pin", "name": "x", "token": token}}, "a"))
+        [answer] = host.ask(
+            Ask(DOCUMENT, {"control": {"op": "pin", "name": "x", "token": token}}, "a")
+        )
         assert answer.report["reason"] == "invalid_params"
     assert host.known.pins.list() == []
 
 
 def test_an_aborted_pin_pins_nothing(host: Host):
     for num_steps in range(3):
-        name = host.add(Ask(words(700, num_steps), Control("pin", "x").as_params()["kvgraft"], "a", max_tokens=1))
+        name = host.add(
+            Ask(
+                words(700, num_steps), Control("pin", "x").as_params()["kvgraft"], "a", max_tokens=1
+            )
+        )
         for _ in range(num_steps):
             host.step()
         host.abort(name)
@@ -217,7 +235,9 @@ def test_exact_prefixes_count_as_use(host: Host):
     control(host, "pin", "system", system)
     control(host, "pin", "once", once)
     for seed in range(4):
-        assert host.ask(Ask(system + words(20, seed), NAIVE, "a"))[0].report["prefix_tokens"] == len(system)
+        assert host.ask(Ask(system + words(20, seed), NAIVE, "a"))[0].report[
+            "prefix_tokens"
+        ] == len(system)
     assert host.ask(Ask(words(5, 3) + once, NAIVE, "a"))[0].grafted == len(once) - 1
     hits = {segment["name"]: segment["hits"] for segment in control(host, "list")["pins"]}
     assert hits == {"system": 4, "once": 1}
@@ -229,7 +249,9 @@ def test_documents_of_which_a_part_is_kept_count_as_used(host: Host):
     text = words(15 * BLOCK, 1)
     control(host, "pin", "document", text)
     for seed in range(2):
-        [answer] = host.ask(Ask(words(9, seed) + text + words(20, 10 + seed), {"policy": "condense"}, "a"))
+        [answer] = host.ask(
+            Ask(words(9, seed) + text + words(20, 10 + seed), {"policy": "condense"}, "a")
+        )
         assert answer.report["kept_tokens"] < len(text)
     assert control(host, "list")["pins"][0]["hits"] == 2
 
@@ -288,7 +310,8 @@ def test_a_reset_that_is_refused_keeps_pinned_text(host: Host):
 
 
 def test_a_reset_drops_pinned_text(host: Host, plain: HostProcess):
-    """vLLM refuses to reset while blocks are held; and what is computed afterwards may be of other weights."""
+    """vLLM refuses to reset while blocks are held; and what is computed afterwards may be of other
+    weights."""
     control(host, "pin", "manual", DOCUMENT)
     assert host.llm.reset_prefix_cache()
     assert host.known.pool.num_used == 0

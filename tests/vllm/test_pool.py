@@ -1,4 +1,5 @@
-"""Virtual and pinned blocks in vLLM's own block pool: what is live, who holds what, and nothing is ever lost."""
+"""Virtual and pinned blocks in vLLM's own block pool: what is live, who holds what, and nothing is
+ever lost."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -24,7 +25,12 @@ from kvgraft.vllm.pool import SharedPool
 from properties import examples
 
 BLOCK, NUM_PAGES = 4, 9
-SHAPE: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+SHAPE: dict[str, Any] = {
+    "block_size": BLOCK,
+    "num_kv_heads": 1,
+    "head_size": 8,
+    "dtype": torch.float32,
+}
 FULL = FullAttentionSpec(**SHAPE)
 SLIDING = SlidingWindowSpec(**SHAPE, sliding_window=2 * BLOCK)
 LOCAL = SinkWindowSpec(**SHAPE, sliding_window=2 * BLOCK, sinks=1)
@@ -45,7 +51,8 @@ def manager_of(pool: BlockPool, **more: Any) -> Any:
 
 
 def fill(pool: BlockPool, num_pages: int, seed: int, group: int = 0) -> list[int]:
-    """As vLLM does for a request: allocate, compute, and register by hash; the caller holds the pages."""
+    """As vLLM does for a request: allocate, compute, and register by hash; the caller holds the
+    pages."""
     tokens = [1000 * seed + i for i in range(BLOCK * num_pages)]
     request = Request(str(seed), tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher())
     blocks: list[kv_cache_utils.KVCacheBlock] = pool.get_new_blocks(num_pages)
@@ -84,7 +91,9 @@ def test_the_null_block_is_no_page(pool: SharedPool):
     assert pool.hit_counts.dtype == np.int64
 
 
-def test_pages_have_versions_as_soon_as_vllm_knows_their_content(pool: SharedPool, blocks: BlockPool):
+def test_pages_have_versions_as_soon_as_vllm_knows_their_content(
+    pool: SharedPool, blocks: BlockPool
+):
     fresh = [block.block_id for block in blocks.get_new_blocks(2)]
     assert pool.versions_of(fresh).tolist() == [0, 0]
     known = fill(blocks, 3, seed=1)
@@ -97,7 +106,10 @@ def test_pages_have_versions_as_soon_as_vllm_knows_their_content(pool: SharedPoo
 
 
 def test_equal_content_has_equal_versions_wherever_it_lies(pool: SharedPool, blocks: BlockPool):
-    assert pool.versions_of(fill(blocks, 2, seed=1)).tolist() == pool.versions_of(fill(blocks, 2, seed=1)).tolist()
+    assert (
+        pool.versions_of(fill(blocks, 2, seed=1)).tolist()
+        == pool.versions_of(fill(blocks, 2, seed=1)).tolist()
+    )
 
 
 def test_free_pages_stay_live_until_vllm_reclaims_them(pool: SharedPool, blocks: BlockPool):
@@ -170,7 +182,8 @@ def test_released_text_is_reclaimed_from_its_end(pool: SharedPool, blocks: Block
 
 
 class Conservation(RuleBasedStateMachine):
-    """Requests of vLLM and holders of ours share the pages in any order; the counts always add up."""
+    """Requests of vLLM and holders of ours share the pages in any order; the counts always add
+    up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +191,8 @@ class Conservation(RuleBasedStateMachine):
         self.pool = SharedPool(self.blocks, BLOCK, CacheGroups(self.blocks, [], [FULL], BLOCK))
         self.requests: list[list[int]] = []
         self.held: list[list[int]] = []
-        self.promised: list[tuple[list[int], np.ndarray]] = []  # what is held, and its versions then
+        # what is held, and its versions then
+        self.promised: list[tuple[list[int], np.ndarray]] = []
         self.seed = 0
 
     @rule(num_pages=st.integers(1, 4))
@@ -240,16 +254,22 @@ def test_pinned_text_survives_a_flood_and_other_text_does_not(pool: SharedPool, 
     assert pool.num_used == 0
 
 
-def test_capacity_is_a_share_of_the_pages_without_the_null_block(pool: SharedPool, blocks: BlockPool):
+def test_capacity_is_a_share_of_the_pages_without_the_null_block(
+    pool: SharedPool, blocks: BlockPool
+):
     pinned, pages = PinnedDocuments(pool, capacity=4 / NUM_PAGES), fill(blocks, 5, seed=1)
-    with pytest.raises(ValueError, match="'big' needs 5 pinned pages, but 0 of at most 4 are taken"):
+    with pytest.raises(
+        ValueError, match="'big' needs 5 pinned pages, but 0 of at most 4 are taken"
+    ):
         pinned.insert("big", "ours", pages)
     assert [pool.ref_count(page) for page in pages] == [1] * 5
     pinned.insert("fits", "ours", pages[:4])
     assert [pool.ref_count(page) for page in pages] == [2, 2, 2, 2, 1]
 
 
-def test_shedding_gives_up_what_was_least_grafted_from_and_only_ones_own(pool: SharedPool, blocks: BlockPool):
+def test_shedding_gives_up_what_was_least_grafted_from_and_only_ones_own(
+    pool: SharedPool, blocks: BlockPool
+):
     pinned, mine, theirs = (
         PinnedDocuments(pool, watermark=6 / NUM_PAGES, capacity=1.0),
         fill(blocks, 4, 1),
@@ -271,7 +291,10 @@ def test_shedding_gives_up_what_was_least_grafted_from_and_only_ones_own(pool: S
 
 
 def test_what_is_spared_is_not_shed(pool: SharedPool, blocks: BlockPool):
-    pinned, pages = PinnedDocuments(pool, watermark=1 / NUM_PAGES, capacity=1.0), fill(blocks, 4, seed=1)
+    pinned, pages = (
+        PinnedDocuments(pool, watermark=1 / NUM_PAGES, capacity=1.0),
+        fill(blocks, 4, seed=1),
+    )
     pinned.insert("mine", "a", pages)
     free(blocks, pages)
     assert pinned.shed("a", NUM_PAGES, spare=pages[1:3]) == 2
@@ -287,7 +310,9 @@ def test_pages_are_found_by_their_hashes(pool: SharedPool, blocks: BlockPool):
     assert pool.find(request.block_hashes) == known[:1]
 
 
-def test_what_is_forgotten_is_reclaimed_first_unless_somebody_holds_it(pool: SharedPool, blocks: BlockPool):
+def test_what_is_forgotten_is_reclaimed_first_unless_somebody_holds_it(
+    pool: SharedPool, blocks: BlockPool
+):
     known, held = fill(blocks, 3, seed=1), fill(blocks, 1, seed=2)
     free(blocks, known)
     pool.forget([known[0], *held])
@@ -296,9 +321,13 @@ def test_what_is_forgotten_is_reclaimed_first_unless_somebody_holds_it(pool: Sha
     assert blocks.get_new_blocks(1)[0].block_id == known[0]
 
 
-def test_hashes_are_forgotten_but_for_pages_that_are_kept_or_held(pool: SharedPool, blocks: BlockPool):
+def test_hashes_are_forgotten_but_for_pages_that_are_kept_or_held(
+    pool: SharedPool, blocks: BlockPool
+):
     tokens = [1000 + i for i in range(5 * BLOCK)]
-    hashes = Request("1", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher()).block_hashes
+    hashes = Request(
+        "1", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher()
+    ).block_hashes
     known = fill(blocks, 5, seed=1)
     pool.acquire(known[:1])
     free(blocks, known[3:])
@@ -317,7 +346,9 @@ def test_what_a_request_still_holds_is_not_counted_as_room(pool: SharedPool, blo
 
 
 @pytest.mark.parametrize(("spec", "lives"), [(LOCAL, True), (SLIDING, False), (FULL, False)])
-def test_only_what_local_heads_have_lost_can_be_done_without(blocks: BlockPool, spec: Any, lives: bool):
+def test_only_what_local_heads_have_lost_can_be_done_without(
+    blocks: BlockPool, spec: Any, lives: bool
+):
     pool = SharedPool(blocks, BLOCK, CacheGroups(blocks, [], [FULL, spec], BLOCK))
     pages, others = fill(blocks, 3, seed=1), fill(blocks, 3, seed=1, group=1)
     versions = pool.versions_of(pages)

@@ -1,4 +1,5 @@
-"""FP8 KV: what is moved is not rounded again, what is turned is rounded once more, and all else is as ever.
+"""FP8 KV: what is moved is not rounded again, what is turned is rounded once more, and all else is
+as ever.
 
 Requests run in processes of their own, since a process can have one engine with our connector.
 """
@@ -15,7 +16,16 @@ from engines import ALONE, BLOCK, ENVIRONMENT, EVERYTHING, OFF
 from msgspec.structs import replace
 from processes import HostProcess
 from quantised_engine import PROMPTS, bound
-from test_compat import KV_HEADS, cache_of, configure, make_host, numbers, refusal, spec_of, transfer
+from test_compat import (
+    KV_HEADS,
+    cache_of,
+    configure,
+    make_host,
+    numbers,
+    refusal,
+    spec_of,
+    transfer,
+)
 from vllm import _custom_ops as ops
 from vllm.config.cache import CacheConfig, CacheDType
 
@@ -30,18 +40,25 @@ from kvgraft.vllm.limits import READABLE
 from kvgraft.vllm.worker import kv_share
 from quantised_models import AVX512, IN_FP8, with_kv_scales
 
-PROGRAM, STORING = (Path(__file__).with_name(name) for name in ("quantised_engine.py", "grafting_engine.py"))
+PROGRAM, STORING = (
+    Path(__file__).with_name(name) for name in ("quantised_engine.py", "grafting_engine.py")
+)
 SCALES = [(1.0, 1.0), (0.5, 0.25), (0.0173, 0.3)]
 DTYPES = pytest.mark.parametrize("cache_dtype", IN_FP8)
 WRITTEN = 2 * BLOCK  # tokens of KV_HEADS heads of BLOCK channels
 
 
 def every_code(cache_dtype: str) -> torch.Tensor:
-    """[WRITTEN, KV_HEADS, BLOCK], all numbers that vLLM writes: finite ones, and no negative zero."""
+    """[WRITTEN, KV_HEADS, BLOCK], all numbers that vLLM writes: finite ones, and no negative
+    zero."""
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[codes.view(FP8[cache_dtype]).float().isfinite() & (codes != 128)]
     assert len(codes) == (253 if cache_dtype == "fp8_e4m3" else 247)
-    return codes.repeat(WRITTEN)[: WRITTEN * KV_HEADS * BLOCK].view(WRITTEN, KV_HEADS, BLOCK).view(FP8[cache_dtype])
+    return (
+        codes.repeat(WRITTEN)[: WRITTEN * KV_HEADS * BLOCK]
+        .view(WRITTEN, KV_HEADS, BLOCK)
+        .view(FP8[cache_dtype])
+    )
 
 
 def as_bytes(codes: torch.Tensor) -> torch.Tensor:
@@ -51,7 +68,9 @@ def as_bytes(codes: torch.Tensor) -> torch.Tensor:
 @DTYPES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("scales", SCALES, ids=str)
-def test_every_number_of_the_cache_is_moved_bit_for_bit(cache_dtype: str, dtype: str, scales: tuple[float, float]):
+def test_every_number_of_the_cache_is_moved_bit_for_bit(
+    cache_dtype: str, dtype: str, scales: tuple[float, float]
+):
     host = make_host(dtype, BLOCK, BLOCK, cache_dtype=cache_dtype, scales=scales)
     written = every_code(cache_dtype), every_code(cache_dtype).flip(0)
     source, target = torch.arange(32, 32 + WRITTEN), torch.arange(101, 101 + WRITTEN)
@@ -60,8 +79,12 @@ def test_every_number_of_the_cache_is_moved_bit_for_bit(cache_dtype: str, dtype:
     for slots in (source, target):
         for found, codes in zip(host.read_codes(0, slots), written, strict=True):
             assert torch.equal(as_bytes(found), as_bytes(codes))
-    for codes, scale in zip(written, scales, strict=True):  # by a backend that rounds to nearest, too
-        assert torch.equal(as_bytes(encode(as_written(codes, scale, host.dtype), scale, codes.dtype)), as_bytes(codes))
+    # by a backend that rounds to nearest, too
+    for codes, scale in zip(written, scales, strict=True):
+        assert torch.equal(
+            as_bytes(encode(as_written(codes, scale, host.dtype), scale, codes.dtype)),
+            as_bytes(codes),
+        )
     for found, codes, scale in zip(host.read(0, target), written, scales, strict=True):
         assert found.dtype == host.dtype
         assert torch.equal(found, (codes.double() * torch.tensor(scale).double()).to(host.dtype))
@@ -74,14 +97,20 @@ def test_every_number_of_the_cache_is_moved_bit_for_bit(cache_dtype: str, dtype:
 def test_keys_that_are_turned_are_rounded_once_more(
     cache_dtype: str, dtype: str, scales: tuple[float, float], moved: int
 ):
-    """By half a step of the eight bits, beside the model dtype's own rounding; not at all where they stay."""
+    """By half a step of the eight bits, beside the model dtype's own rounding; not at all where
+    they stay."""
     host = make_host(dtype, 64, 32, cache_dtype=cache_dtype, scales=scales)
-    keys, values = (scale * numbers(64, KV_HEADS, 64, dtype=host.dtype, seed=seed) for seed, scale in enumerate(scales))
+    keys, values = (
+        scale * numbers(64, KV_HEADS, 64, dtype=host.dtype, seed=seed)
+        for seed, scale in enumerate(scales)
+    )
     source, target = torch.arange(40, 104), torch.arange(107, 171)
     host.write(0, keys, values, source)
     held, held_values = host.read(0, source)
     for exact, rounded, scale in ((keys, held, scales[0]), (values, held_values, scales[1])):
-        assert bool(((rounded - exact).abs() <= bound(exact, cache_dtype, scale, slack=exact * 2**-8)).all())
+        assert bool(
+            ((rounded - exact).abs() <= bound(exact, cache_dtype, scale, slack=exact * 2**-8)).all()
+        )
     cos, sin = Rope(64).table(torch.full((64,), moved))
     host.write(0, rotate(held, cos, sin), held_values, target)
     found, found_values = host.read(0, target)
@@ -97,14 +126,25 @@ def test_keys_that_are_turned_are_rounded_once_more(
 @pytest.mark.parametrize("cache_dtype", ["auto", *IN_FP8])
 def test_what_each_instruction_set_packs_is_unpacked(cache_dtype: str, head_dim: int, isa: str):
     """Also on CPUs that do not have it: AMX wants values in pairs of tokens, too."""
-    keys, values = (numbers(64, KV_HEADS, head_dim, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
-    cache = torch.zeros(2, KV_HEADS, 32, 2 * head_dim, dtype=torch.uint8 if cache_dtype in FP8 else torch.bfloat16)
+    keys, values = (
+        numbers(64, KV_HEADS, head_dim, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)
+    )
+    cache = torch.zeros(
+        2, KV_HEADS, 32, 2 * head_dim, dtype=torch.uint8 if cache_dtype in FP8 else torch.bfloat16
+    )
     halves = cache.view(2, KV_HEADS, 64, head_dim).chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(keys, values, *halves, torch.arange(64), isa, kv_cache_dtype=cache_dtype)
+    ops.cpu_attn_reshape_and_cache(
+        keys, values, *halves, torch.arange(64), isa, kv_cache_dtype=cache_dtype
+    )
     found = unpack(cache, head_dim, isa, torch.bfloat16, cache_dtype)
     for part, written in zip(found, (keys, values), strict=True):
-        held = as_codes(part.contiguous(), cache_dtype).transpose(1, 2).reshape(written.shape).float()
-        limit = 2 * bound(written.float(), cache_dtype, 1.0) if cache_dtype in FP8 else torch.zeros(())  # towards zero
+        held = (
+            as_codes(part.contiguous(), cache_dtype).transpose(1, 2).reshape(written.shape).float()
+        )
+        # towards zero
+        limit = (
+            2 * bound(written.float(), cache_dtype, 1.0) if cache_dtype in FP8 else torch.zeros(())
+        )
         assert bool(((held - written.float()).abs() <= limit).all())
 
 
@@ -122,7 +162,9 @@ def test_what_would_mix_or_gain_nothing_is_refused():
     config = configure(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"])
     assert refusal(config).startswith("KV cache dtype of layers ['0'] apart")
     stored = transfer_config(store_ram_gib=1, store_int8=True)
-    assert refusal(configure(kv_cache_dtype="fp8", kv_transfer_config=stored)).startswith("store_int8 and KV cache")
+    assert refusal(configure(kv_cache_dtype="fp8", kv_transfer_config=stored)).startswith(
+        "store_int8 and KV cache"
+    )
     check_supported(configure(kv_transfer_config=stored), cache_of(spec_of()))
 
 
@@ -135,13 +177,17 @@ def test_scales_by_head_are_refused(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_vllm_cannot_change_scales_while_it_runs():
-    """It could, by `calculate_kv_scales`: what is cached under the old ones would have been another number."""
+    """It could, by `calculate_kv_scales`: what is cached under the old ones would have been another
+    number."""
     assert not [field.name for field in fields(CacheConfig) if "scale" in field.name]
 
 
 def test_another_cache_dtype_is_another_model():
     """What an unquantised cache is known by is what it has always been."""
-    configs = [configure(kv_transfer_config=transfer(), kv_cache_dtype=name) for name in ("auto", "fp8", "fp8_e5m2")]
+    configs = [
+        configure(kv_transfer_config=transfer(), kv_cache_dtype=name)
+        for name in ("auto", "fp8", "fp8_e5m2")
+    ]
     for lasting in (False, True):
         names = [model_identity(config, lasting=lasting) for config in configs]
         assert len({*names}) == 3
@@ -151,7 +197,10 @@ def test_another_cache_dtype_is_another_model():
 def test_memory_is_shared_by_bytes():
     """Of keys and values beside residual streams: 4 bytes of a number in float32, or one."""
     settings = transfer_config(residual_layers=[1])
-    full, eight = (kv_share(configure(kv_transfer_config=settings, kv_cache_dtype=name)) for name in ("auto", "fp8"))
+    full, eight = (
+        kv_share(configure(kv_transfer_config=settings, kv_cache_dtype=name))
+        for name in ("auto", "fp8")
+    )
     assert full / (1 - full) == pytest.approx(4 * eight / (1 - eight))
 
 
@@ -169,16 +218,24 @@ def kind(
     """A model, vLLM's arguments, and the scales that it must have."""
     if request.param == "scales of the checkpoint":
         scaled = with_kv_scales(model, tmp_path_factory.mktemp("scales"), 0.5, 0.25)
-        replace(HeadMap.load(model / HEAD_MAP_FILE), model=identify(scaled)).save(scaled / HEAD_MAP_FILE)
+        replace(HeadMap.load(model / HEAD_MAP_FILE), model=identify(scaled)).save(
+            scaled / HEAD_MAP_FILE
+        )
         return scaled, {}, (0.5, 0.25)
     arguments = {"kv_cache_dtype": "fp8_e5m2" if request.param == "e5m2" else "fp8"}
-    return model, arguments | ({"dtype": "bfloat16"} if request.param == "bfloat16" else {}), (1.0, 1.0)
+    return (
+        model,
+        arguments | ({"dtype": "bfloat16"} if request.param == "bfloat16" else {}),
+        (1.0, 1.0),
+    )
 
 
 @pytest.fixture(scope="module")
 def plain_tokens(kind: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[int]]]:
     """What vLLM answers with the same cache and without us."""
-    process = HostProcess(kind[0], tmp_path_factory.mktemp("plain") / "log", with_kvgraft=False, **kind[1])
+    process = HostProcess(
+        kind[0], tmp_path_factory.mktemp("plain") / "log", with_kvgraft=False, **kind[1]
+    )
     yield process.tokens(*PROMPTS)
     process.close()
 
@@ -191,8 +248,11 @@ def found(kind: Any) -> dict[str, Any]:
 
 @AVX512
 @pytest.mark.slow
-def test_an_engine_with_it_grafts_and_stays_exact(kind: Any, plain_tokens: list[list[int]], found: dict[str, Any]):
-    """Recomputing everything answers as plain vLLM with the same cache; grafts are their sources, turned."""
+def test_an_engine_with_it_grafts_and_stays_exact(
+    kind: Any, plain_tokens: list[list[int]], found: dict[str, Any]
+):
+    """Recomputing everything answers as plain vLLM with the same cache; grafts are their sources,
+    turned."""
     assert found["scales"] == [*kind[2]]
     assert found["recomputed"] == plain_tokens
     assert found["recomputed_grafted"] == [True, True, True, False]
@@ -217,11 +277,13 @@ def test_an_engine_with_it_grafts_and_stays_exact(kind: Any, plain_tokens: list[
 def test_heads_recover_what_the_attention_would_have_stored(
     kind: Any, plain_tokens: list[list[int]], found: dict[str, Any]
 ):
-    """`redknot`: all of it computed, codes and answers are plain vLLM's; what is reused are the codes of the graft."""
+    """`redknot`: all of it computed, codes and answers are plain vLLM's; what is reused are the
+    codes of the graft."""
     by_head = found["by_head"]
     assert by_head["recomputed"] == plain_tokens
     assert by_head["recomputed_grafted"] == [True, True, True, False]
-    if kind[1].get("dtype") == "bfloat16":  # its sums, in another order, are rounded before the codes are
+    # its sums, in another order, are rounded before the codes are
+    if kind[1].get("dtype") == "bfloat16":
         assert by_head["relative_error"] < 0.03
     else:
         assert by_head["different_codes"] < 1e-3
@@ -234,14 +296,27 @@ def test_heads_recover_what_the_attention_would_have_stored(
 @AVX512
 @pytest.mark.soak
 def test_a_second_server_goes_on_with_what_the_first_one_stored(tmp_path: Path):
-    """Codes are stored, so they come back bit for bit; a server with another cache dtype finds nothing of them."""
+    """Codes are stored, so they come back bit for bit; a server with another cache dtype finds
+    nothing of them."""
     known = [*range(10, 400), *range(20, 230)]
     moved = [10, 11, 12, 13, 14, 15, 16, *known[32:]]
     options = [{"policy": "naive"}, EVERYTHING, OFF]
 
-    def run(cache_dtype: str, read: list[list[int]], prompts: list[list[int]], **settings: Any) -> Any:
-        engine = {"num_gpu_blocks_override": 41, "max_model_len": 1024, "kv_cache_dtype": cache_dtype}
-        job = {"read": read, "prompts": prompts, "options": options, "engine": engine, "settings": settings}
+    def run(
+        cache_dtype: str, read: list[list[int]], prompts: list[list[int]], **settings: Any
+    ) -> Any:
+        engine = {
+            "num_gpu_blocks_override": 41,
+            "max_model_len": 1024,
+            "kv_cache_dtype": cache_dtype,
+        }
+        job = {
+            "read": read,
+            "prompts": prompts,
+            "options": options,
+            "engine": engine,
+            "settings": settings,
+        }
         return warm.run(STORING, job, **ALONE)
 
     store = {"store_dir": str(tmp_path / "store")}
@@ -251,6 +326,8 @@ def test_a_second_server_goes_on_with_what_the_first_one_stored(tmp_path: Path):
     found = run("fp8", [], [moved, known], **store)
     assert [answer["tokens"] for answer in found[0]] == [answer["tokens"] for answer in expected[0]]
     assert found[1][-1]["tokens"] == expected[1][-1]["tokens"]
-    assert found[0][0]["report"]["grafted_tokens"] == expected[0][0]["report"]["grafted_tokens"] >= 544
+    assert (
+        found[0][0]["report"]["grafted_tokens"] == expected[0][0]["report"]["grafted_tokens"] >= 544
+    )
     assert found[0][0]["tokens"] != found[0][1]["tokens"]  # else this test shows nothing
     assert found[1][-1]["report"]["prefix_tokens"] == 576

@@ -1,4 +1,5 @@
-"""Quantised weights, as far as vLLM computes with them on a CPU: exact where it must be, grafts are sources moved.
+"""Quantised weights, as far as vLLM computes with them on a CPU: exact where it must be, grafts are
+sources moved.
 
 Engines are in processes of their own, since a process can have one with our connector.
 """
@@ -22,7 +23,8 @@ from models import make_model
 from quantised_models import AVX512, KINDS, quantise
 
 PROGRAM = Path(__file__).with_name("quantised_engine.py")
-IN_FLOAT32 = ("int8", "compressed fp8")  # the kernels of the others, and all that use AMX, are for half precision
+# the kernels of the others, and all that use AMX, are for half precision
+IN_FLOAT32 = ("int8", "compressed fp8")
 RUN = [
     pytest.param("awq", marks=AVX512),
     "int8",
@@ -47,7 +49,9 @@ def arguments(
 
 
 @pytest.fixture(scope="module")
-def plain_tokens(arguments: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[int]]]:
+def plain_tokens(
+    arguments: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[list[int]]]:
     """What vLLM answers without us."""
     log = tmp_path_factory.mktemp("plain") / "log"
     process = HostProcess(arguments[0], log, with_kvgraft=False, **arguments[1])

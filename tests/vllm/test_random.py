@@ -1,4 +1,5 @@
-"""Anything at any time in a small pool: whatever the grafted requests do, exact ones stay exact, and nothing leaks."""
+"""Anything at any time in a small pool: whatever the grafted requests do, exact ones stay exact,
+and nothing leaks."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +14,11 @@ from traffic import EVERY_WAY, LONG, SALTS, SHORT, WANT_EXACT, Options, Traffic
 
 from kvgraft.segments.segmentation import Similarity
 
-RECOMPUTED: list[Options] = [OFF, EVERYTHING, {"policy": "sparsex", "boundary_layers": 0, "recompute_share": 1.0}]
+RECOMPUTED: list[Options] = [
+    OFF,
+    EVERYTHING,
+    {"policy": "sparsex", "boundary_layers": 0, "recompute_share": 1.0},
+]
 APPROXIMATE: list[Options] = [None, NAIVE, {"policy": "sparsex", "boundary_layers": 1}]
 DEPTHS = range(5)
 BETWEEN_RESETS = 50  # requests of mixed traffic
@@ -31,7 +36,10 @@ LEAST = {  # of ten thousand mixed requests, by what they were or had
     **{f"up to {size} tokens": 500 for size in (200, 400, 2048)},
     **{f"max_depth {depth}": 1000 for depth in DEPTHS},
     **{f"depth {depth}": least for depth, least in enumerate((2000, 500, 50, 10, 1))},
-    **{f"outcome {outcome}": 40 for outcome in ("grafted", "continued", "prefix_only", "miss", "off")},
+    **{
+        f"outcome {outcome}": 40
+        for outcome in ("grafted", "continued", "prefix_only", "miss", "off")
+    },
     "aborted": 100,
     "aborted in its recovery": 50,
     "reset": 150,
@@ -59,12 +67,20 @@ def check(host: Host, plain: HostProcess, traffic: Traffic, num_requests: int) -
     assert host.problems() == []
     assert host.num_preemptions > 0
     assert host.num_evictions > NUM_BLOCKS
-    assert traffic.counts["outcome grafted"] + traffic.counts["outcome continued"] > num_requests / 5
+    assert (
+        traffic.counts["outcome grafted"] + traffic.counts["outcome continued"] > num_requests / 5
+    )
     assert traffic.counts["aborted in its recovery"] > 0
     asks, answers = zip(*traffic.ended, strict=True)
     truth = plain.ask(*[Ask(ask.prompt, max_tokens=ask.max_tokens) for ask in asks])
-    wrong = [ask for ask, mine, theirs in zip(asks, answers, truth, strict=True) if mine.tokens != theirs.tokens]
-    assert not wrong, f"{len(wrong)} of {len(asks)} exact answers are wrong, first {wrong[0].options}"
+    wrong = [
+        ask
+        for ask, mine, theirs in zip(asks, answers, truth, strict=True)
+        if mine.tokens != theirs.tokens
+    ]
+    assert not wrong, (
+        f"{len(wrong)} of {len(asks)} exact answers are wrong, first {wrong[0].options}"
+    )
     again = [Ask(ask.prompt, OFF, salt, ask.max_tokens) for ask in asks[-10:] for salt in SALTS[1:]]
     assert [answer.tokens for answer in host.ask(*again)] == [
         answer.tokens for answer in truth[-10:] for _ in SALTS[1:]
@@ -73,7 +89,9 @@ def check(host: Host, plain: HostProcess, traffic: Traffic, num_requests: int) -
 
 def random_traffic(host: Host, plain: HostProcess, seed: int, num_requests: int) -> None:
     """So many, and more until one has been preempted (at most four times as many)."""
-    traffic = Traffic(host, np.random.default_rng(seed), RECOMPUTED, APPROXIMATE, LONG, (1, 4, 20, 60, 150))
+    traffic = Traffic(
+        host, np.random.default_rng(seed), RECOMPUTED, APPROXIMATE, LONG, (1, 4, 20, 60, 150)
+    )
     traffic.run(num_requests)
     for _ in range(3):
         if not host.num_preemptions:
@@ -93,27 +111,36 @@ def test_random_traffic_at_length(host: Host, plain: HostProcess, seed: int):
 
 
 @pytest.mark.parametrize(
-    "num_requests", [pytest.param(250, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)]
+    "num_requests",
+    [pytest.param(250, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.soak)],
 )
 def test_of_mixed_requests_those_that_want_exact_kv_are_as_plain_vllm_answers_them(
     similar_host: Host, plain: HostProcess, num_requests: int
 ):
-    """But for the last bit: on some CPUs sums of one request and of many are in another order. Every policy and every
-    greatest depth beside them, none goes short."""
+    """But for the last bit: on some CPUs sums of one request and of many are in another order.
+    Every policy and every greatest depth beside them, none goes short."""
     host, lengths = similar_host, (1, 2, 4, 8, 60)
-    traffic = Traffic(host, np.random.default_rng(0), WANT_EXACT, EVERY_WAY, SHORT, lengths, most_alive=16)
+    traffic = Traffic(
+        host, np.random.default_rng(0), WANT_EXACT, EVERY_WAY, SHORT, lengths, most_alive=16
+    )
     for number in range(num_requests // BETWEEN_RESETS):
         traffic.reset(max_depth=DEPTHS[number % len(DEPTHS)])
         traffic.run(BETWEEN_RESETS)
     host.settle()
     assert host.problems() == []
     counts = traffic.counts | Counter(
-        {"preemption": host.num_preemptions, "eviction": host.num_evictions, "exact answer": len(traffic.ended)}
+        {
+            "preemption": host.num_preemptions,
+            "eviction": host.num_evictions,
+            "exact answer": len(traffic.ended),
+        }
     )
     for what, count in sorted(counts.items()):
         print(f"{count:8} {what}")
     expected = {what: least * num_requests / 10_000 for what, least in LEAST.items()}
-    rare = {what: counts[what] for what, least in expected.items() if counts[what] < least >= FEWEST}
+    rare = {
+        what: counts[what] for what, least in expected.items() if counts[what] < least >= FEWEST
+    }
     assert not rare, f"too few of {num_requests} requests"
     logprobs: set[float] = set()
     for ask, answer in traffic.ended:
@@ -121,6 +148,8 @@ def test_of_mixed_requests_those_that_want_exact_kv_are_as_plain_vllm_answers_th
         assert (report["grafted_tokens"], report["continued_tokens"], report["depth"]) == (0, 0, 0)
         [truth] = plain.ask(Ask(ask.prompt, max_tokens=ask.max_tokens, logprobs=True))
         assert answer.tokens == truth.tokens, f"{ask.options} in {ask.salt}"
-        assert answer.logprobs == pytest.approx(truth.logprobs, abs=1e-5), f"{ask.options} in {ask.salt}"
+        assert answer.logprobs == pytest.approx(truth.logprobs, abs=1e-5), (
+            f"{ask.options} in {ask.salt}"
+        )
         logprobs.update(truth.logprobs)
     assert len(logprobs) > len(traffic.ended) / 2, "they were compared"

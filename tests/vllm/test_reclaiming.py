@@ -1,4 +1,5 @@
-"""What nobody can find any more makes room at once, so that vLLM's cache holds what can be reused."""
+"""What nobody can find any more makes room at once, so that vLLM's cache holds what can be
+reused."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -17,7 +18,8 @@ CONDENSE = {"policy": "condense", "kept_share": 0.5}
 
 @dataclass
 class Findable:
-    """The block hashes under which vLLM itself finds what was asked, and what the index can find."""
+    """The block hashes under which vLLM itself finds what was asked, and what the index can
+    find."""
 
     host: Host
     hashes: set[bytes] = field(default_factory=set)
@@ -28,8 +30,18 @@ class Findable:
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher
         from vllm.v1.request import Request
 
-        hasher = self.host.engine.engine_core.engine_core.request_block_hasher or get_request_block_hasher(BLOCK)
-        request = Request("findable", tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher, cache_salt=salt)
+        hasher = (
+            self.host.engine.engine_core.engine_core.request_block_hasher
+            or get_request_block_hasher(BLOCK)
+        )
+        request = Request(
+            "findable",
+            tokens,
+            SamplingParams(max_tokens=1),
+            None,
+            block_hasher=hasher,
+            cache_salt=salt,
+        )
         self.hashes |= {bytes(block_hash) for block_hash in request.block_hashes}
 
     def ask(self, ask: Ask) -> Any:
@@ -46,7 +58,11 @@ class Findable:
         pool = self.host.manager.block_pool.blocks
         cached = [block for block in pool if block.block_hash is not None and not block.ref_cnt]
         hashes = self.hashes | self.host.continuable()
-        return [b.block_id for b in cached if bytes(b.block_hash[:32]) not in hashes and b.block_id not in named]
+        return [
+            b.block_id
+            for b in cached
+            if bytes(b.block_hash[:32]) not in hashes and b.block_id not in named
+        ]
 
 
 @pytest.fixture
@@ -86,7 +102,9 @@ def test_a_preempted_request_finds_its_own_blocks_and_leaves_none(
     host: Host, findable: Findable, options: dict[str, Any], aborted: bool
 ):
     name = host.add(Ask(PROMPT, options, max_tokens=100))
-    host.step_until(lambda: name in host.outputs and len(host.outputs[name].outputs[0].token_ids) >= 40)
+    host.step_until(
+        lambda: name in host.outputs and len(host.outputs[name].outputs[0].token_ids) >= 40
+    )
     request = host.request(name)
     host.scheduler.running.remove(request)
     host.scheduler._preempt_request(request, 0.0)
@@ -104,7 +122,9 @@ def test_what_a_preempted_request_hides_anew_is_given_up_at_once(host: Host, fin
     other = words(3 * BLOCK, 5)
     prompt = words(40, 6) + other + DOCUMENT
     name = host.add(Ask(prompt, NAIVE, max_tokens=70))
-    host.step_until(lambda: name in host.outputs and len(host.outputs[name].outputs[0].token_ids) >= 40)
+    host.step_until(
+        lambda: name in host.outputs and len(host.outputs[name].outputs[0].token_ids) >= 40
+    )
     blocks = host.manager.get_block_ids(host.request(name).request_id)[0]
     request = host.request(name)
     host.scheduler.running.remove(request)
@@ -133,7 +153,11 @@ def test_approximate_sources_stay_and_what_is_no_source_goes(
 
 def zipf(num_documents: int, num_requests: int, seed: int) -> list[int]:
     weights = 1 / np.arange(1, num_documents + 1) ** 0.9
-    return np.random.default_rng(seed).choice(num_documents, num_requests, p=weights / weights.sum()).tolist()
+    return (
+        np.random.default_rng(seed)
+        .choice(num_documents, num_requests, p=weights / weights.sum())
+        .tolist()
+    )
 
 
 def ideally_reused(order: Iterable[int], sizes: list[int], room: int) -> list[int]:
@@ -155,7 +179,9 @@ def test_a_long_run_of_grafts_reuses_nearly_as_much_as_an_ideal_cache(host: Host
     order, reused = zipf(len(texts), num_requests, seed=1), []
     for number, document in enumerate(order):
         opening = words(5 + number % 20, 1000 + number)
-        answer = findable.ask(Ask(opening + texts[document] + words(9, 2000 + number), NAIVE, max_tokens=1))
+        answer = findable.ask(
+            Ask(opening + texts[document] + words(9, 2000 + number), NAIVE, max_tokens=1)
+        )
         reused.append(-(-answer.grafted // BLOCK))
         assert findable.lost() == []
     half = num_requests // 2

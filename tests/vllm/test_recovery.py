@@ -1,4 +1,5 @@
-"""A recovery that goes wrong: the prompt is computed in full, with a reason, and nothing of it is left."""
+"""A recovery that goes wrong: the prompt is computed in full, with a reason, and nothing of it is
+left."""
 
 import logging
 from collections.abc import Callable
@@ -19,7 +20,8 @@ DOCUMENT = words(300, 1)
 
 @dataclass(frozen=True)
 class Failing(Policy):
-    """Fails in its third layer: after some of its work, and in a later step of vLLM than it began."""
+    """Fails in its third layer: after some of its work, and in a later step of vLLM than it
+    began."""
 
     name: ClassVar[str] = "failing"
 
@@ -70,7 +72,11 @@ FAILURES = pytest.mark.parametrize(
 
 @FAILURES
 def test_a_failed_recovery_is_computed_in_full(
-    host: Host, plain: HostProcess, options: dict[str, str], prepare: Callable[[Host], None], reason: str
+    host: Host,
+    plain: HostProcess,
+    options: dict[str, str],
+    prepare: Callable[[Host], None],
+    reason: str,
 ):
     host.read(DOCUMENT)
     prompt = words(50, 2) + DOCUMENT + words(20, 3)
@@ -86,7 +92,11 @@ def test_a_failed_recovery_is_computed_in_full(
 
 @FAILURES
 def test_blocks_of_a_failed_recovery_are_exact_and_shared_again(
-    host: Host, plain: HostProcess, options: dict[str, str], prepare: Callable[[Host], None], reason: str
+    host: Host,
+    plain: HostProcess,
+    options: dict[str, str],
+    prepare: Callable[[Host], None],
+    reason: str,
 ):
     """Those of the prompt and those of what was generated: as exact prefixes, and as sources."""
     host.read(DOCUMENT)
@@ -112,13 +122,18 @@ def test_a_failed_recovery_keeps_its_exact_prefix(host: Host, plain: HostProcess
     prompts = [opening + words(9, 6) + DOCUMENT, words(30, 7) + good]
     failed, fine = host.ask(*[Ask(prompt, NAIVE) for prompt in prompts])
     assert (failed.report["reason"], fine.report["reason"]) == ("non_finite", None)
-    assert (failed.cached, failed.report["prefix_tokens"], failed.report["fresh_tokens"]) == (96, 96, 313)
+    assert (failed.cached, failed.report["prefix_tokens"], failed.report["fresh_tokens"]) == (
+        96,
+        96,
+        313,
+    )
     assert fine.grafted >= 160
     assert [failed.tokens] == plain.tokens(prompts[0])
 
 
 def test_nothing_that_is_not_finite_is_left_in_the_pool(host: Host):
-    """A block's unused tail is multiplied by zero, not skipped: a NaN there makes the next holder's answer wrong."""
+    """A block's unused tail is multiplied by zero, not skipped: a NaN there makes the next holder's
+    answer wrong."""
     host.read(DOCUMENT)
     spoilt = host.blocks_with_content()
     spoil_values(host)
@@ -129,7 +144,9 @@ def test_nothing_that_is_not_finite_is_left_in_the_pool(host: Host):
     assert torch.isfinite(values).all()
 
 
-def test_a_policy_that_fails_hurts_nobody_else(host: Host, plain: HostProcess, caplog: pytest.LogCaptureFixture):
+def test_a_policy_that_fails_hurts_nobody_else(
+    host: Host, plain: HostProcess, caplog: pytest.LogCaptureFixture
+):
     host.read(DOCUMENT)
     prompts = [words(10 + seed, seed) + DOCUMENT for seed in range(3)]
     options = [{"policy": "failing"}, EVERYTHING, {"policy": "failing"}]
@@ -139,7 +156,9 @@ def test_a_policy_that_fails_hurts_nobody_else(host: Host, plain: HostProcess, c
         answers = host.ask(*[Ask(p, o) for p, o in zip(prompts, options, strict=True)])
     assert [answer.tokens for answer in answers] == plain.tokens(*prompts)
     assert [answer.report["reason"] for answer in answers] == ["error", None, "error"]
-    assert [answer.tokens for answer in host.finish(stream)] == plain.tokens(words(70, 9), max_tokens=60)
+    assert [answer.tokens for answer in host.finish(stream)] == plain.tokens(
+        words(70, 9), max_tokens=60
+    )
     assert "a policy's own bug" in caplog.text
 
 
@@ -154,7 +173,8 @@ def test_an_abort_in_a_recovery_that_fails(host: Host):
 
 
 def test_an_abort_that_comes_too_late_is_forgotten(host: Host):
-    """With asynchronous scheduling a recovery may have ended when the workers hear that nobody wants it."""
+    """With asynchronous scheduling a recovery may have ended when the workers hear that nobody
+    wants it."""
     host.read(DOCUMENT)
     name = host.add(Ask(words(9, 2) + DOCUMENT, NAIVE))
     host.step()
@@ -168,7 +188,9 @@ def test_a_request_fails_once(host: Host, plain: HostProcess, monkeypatch: pytes
     host.read(DOCUMENT)
     tries = []
     recover = Failing.recover
-    monkeypatch.setattr(Failing, "recover", lambda self, ctx: (tries.append(1), recover(self, ctx))[1])
+    monkeypatch.setattr(
+        Failing, "recover", lambda self, ctx: (tries.append(1), recover(self, ctx))[1]
+    )
     prompt = words(9, 2) + DOCUMENT
     assert [host.ask(Ask(prompt, {"policy": "failing"}))[0].tokens] == plain.tokens(prompt)
     assert len(tries) == 1

@@ -24,7 +24,8 @@ def test_parts_cost_what_the_cost_model_says_of_them():
 def test_a_step_is_what_plain_vllm_would_take_for_as_many_tokens_at_the_end_of_the_prompt():
     whole = RecoveryBudget(4, costs=COSTS).whole_pass
     assert seconds_of_step(COSTS, 10, 100) == pytest.approx(whole(torch.arange(90, 100)))
-    assert seconds_of_step(COSTS, 200, 100) == pytest.approx(whole(torch.arange(100)) + 100)  # more than there are
+    # more than there are
+    assert seconds_of_step(COSTS, 200, 100) == pytest.approx(whole(torch.arange(100)) + 100)
     assert seconds_of_step(Costs(0.0, 0.0, 0.0, 0.0), 10, 100) == LEAST_S
 
 

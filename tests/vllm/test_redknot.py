@@ -1,4 +1,5 @@
-"""`redknot` in vLLM, through the stock layers in three steps: what the native engine computes on the same head map."""
+"""`redknot` in vLLM, through the stock layers in three steps: what the native engine computes on
+the same head map."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,9 +22,11 @@ from kvgraft.prefill.policies import POLICIES, RedKnot
 DOCUMENTS = [words(10 * BLOCK, 1), words(7 * BLOCK, 2)]
 NUM_KNOWN = sum(map(len, DOCUMENTS))
 QUESTION, WINDOW = 17, 24  # tokens; what local heads see
-PROMPT = words(21, 4) + DOCUMENTS[1] + words(3, 5) + DOCUMENTS[0] + words(QUESTION, 6)  # of three chunks of rows
+# of three chunks of rows
+PROMPT = words(21, 4) + DOCUMENTS[1] + words(3, 5) + DOCUMENTS[0] + words(QUESTION, 6)
 SMALL = {"recent_tokens": 8, "min_ffn_tokens": 4}
-SEES_ALL = [  # what vLLM, which computes the last token of a prompt itself, computes as the native engine
+# what vLLM, which computes the last token of a prompt itself, computes as the native engine
+SEES_ALL = [
     SMALL | {"windows": "off"},
     SMALL | {"windows": "off", "dense_layers": 0, "mass_share": 0.8, "last_mass_share": 0.2},
     SMALL | {"edge_mass_share": 0.0},  # every local head is promoted
@@ -33,7 +36,8 @@ SEES_WINDOWS = [
     SMALL | {"edge_mass_share": 1.0, "dense_layers": 1, "repair": "off"},
     SMALL | {"reuse": "off", "unit": "block"},
 ]
-Found = list[tuple[list[tuple[Tensor, Tensor]], Tensor, dict[str, int]]]  # KV of the layers, last states, counts
+# KV of the layers, last states, counts
+Found = list[tuple[list[tuple[Tensor, Tensor]], Tensor, dict[str, int]]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class Watched(RedKnot):
     def recover(self, ctx: PrefillContext) -> Hidden:
         hidden = super().recover(ctx)
         everything = torch.ones_like(hidden.where)
-        states = hidden.states if hidden.states.dim() == 2 else hidden.states.sum(1)  # vLLM's have a residual
+        # vLLM's have a residual
+        states = hidden.states if hidden.states.dim() == 2 else hidden.states.sum(1)
         layers = [ctx.kv(index, everything) for index in range(ctx.num_layers)]
         self.found.append((layers, states, dict(ctx.counts[0])))
         return hidden
@@ -54,7 +59,9 @@ class Watched(RedKnot):
 
 def asking(options: dict[str, Any], name: str = "redknot") -> dict[str, str]:
     """As a request says it; its own `reuse` is another thing than the policy's."""
-    return {"policy": f"{name}:{','.join(f'{option}={value}' for option, value in options.items())}"}
+    return {
+        "policy": f"{name}:{','.join(f'{option}={value}' for option, value in options.items())}"
+    }
 
 
 @pytest.fixture
@@ -88,15 +95,23 @@ def test_states_keys_and_values_are_those_of_the_native_engine(
 
 
 @pytest.mark.parametrize("options", [SEES_ALL[1], SMALL], ids=str)
-def test_they_are_behind_an_exact_prefix_too(reader: Host, native: Engine, found: Found, options: dict[str, Any]):
-    prompt = DOCUMENTS[0] + PROMPT[: len(PROMPT) - QUESTION - len(DOCUMENTS[0])] + words(QUESTION, 7)
+def test_they_are_behind_an_exact_prefix_too(
+    reader: Host, native: Engine, found: Found, options: dict[str, Any]
+):
+    prompt = (
+        DOCUMENTS[0] + PROMPT[: len(PROMPT) - QUESTION - len(DOCUMENTS[0])] + words(QUESTION, 7)
+    )
     answer = compare(reader, native, found, options, prompt, len(DOCUMENTS[1]))
     assert answer.report["prefix_tokens"] == len(DOCUMENTS[0])
 
 
 @pytest.mark.parametrize("options", [SEES_ALL[1], SMALL], ids=str)
 def test_they_are_where_vllm_s_kernel_takes_no_heads_apart(
-    reader: Host, native: Engine, found: Found, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    reader: Host,
+    native: Engine,
+    found: Found,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
 ):
     """Our own attention of all heads, as on GPUs."""
     assert reader.model.attends_by_head
@@ -105,10 +120,17 @@ def test_they_are_where_vllm_s_kernel_takes_no_heads_apart(
 
 
 def compare(
-    reader: Host, native: Engine, found: Found, options: dict[str, Any], prompt: list[int], num_grafted: int
+    reader: Host,
+    native: Engine,
+    found: Found,
+    options: dict[str, Any],
+    prompt: list[int],
+    num_grafted: int,
 ) -> Answer:
     """Keys and values of all tokens, what leaves the last layer, and counts, of both hosts."""
-    native.generate([Request(prompt, Watched(**options), SamplingParams(max_tokens=1), remember=False)])
+    native.generate(
+        [Request(prompt, Watched(**options), SamplingParams(max_tokens=1), remember=False)]
+    )
     [answer] = reader.ask(Ask(prompt, asking(options, "watched")))
     expected, ours = found
     assert answer.grafted == num_grafted
@@ -120,9 +142,13 @@ def compare(
 
 
 @pytest.mark.parametrize("options", SEES_ALL, ids=str)
-def test_answers_and_reports_are_those_of_the_native_engine(reader: Host, native: Engine, options: dict[str, Any]):
+def test_answers_and_reports_are_those_of_the_native_engine(
+    reader: Host, native: Engine, options: dict[str, Any]
+):
     sampling = SamplingParams(max_tokens=12, ignore_eos=True)
-    [expected] = native.generate([Request(PROMPT, RedKnot(**options), sampling, remember=False, return_logits=True)])
+    [expected] = native.generate(
+        [Request(PROMPT, RedKnot(**options), sampling, remember=False, return_logits=True)]
+    )
     [answer] = reader.ask(Ask(PROMPT, asking(options), max_tokens=12, logprobs=True))
     assert answer.tokens == expected.token_ids
     assert answer.report["counts"] == dict(expected.report.counts)
@@ -147,29 +173,41 @@ def test_leaving_out_nothing_is_exact(reader: Host, plain: HostProcess):
 
 @pytest.mark.parametrize("repair", ["on", "off"])
 def test_reused_heads_keep_what_was_grafted(reader: Host, model: Path, repair: str):
-    """Of tokens that were grafted, in deep layers, but for those that the question sees; all else is computed."""
+    """Of tokens that were grafted, in deep layers, but for those that the question sees; all else
+    is computed."""
     reader.poison(reader.blocks_with_content())
     options = SMALL | {"edge_mass_share": 1.0, "repair": repair}
     name = reader.add(Ask(PROMPT, asking(options), max_tokens=2))
     reader.step_until(lambda: name in reader.outputs)
     values = reader.read_kv(reader.slots(name)[: len(PROMPT)])[1]  # [L, n, Hkv, d]
     [answer] = reader.finish(name)
-    grafted = [t for start, stop, kind in answer.report["spans"] if kind == "grafted" for t in range(start, stop)]
+    grafted = [
+        t
+        for start, stop, kind in answer.report["spans"]
+        if kind == "grafted"
+        for t in range(start, stop)
+    ]
     assert len(grafted) == NUM_KNOWN
     is_grafted = torch.zeros(len(PROMPT), dtype=torch.bool)
     is_grafted[grafted] = True
     if repair == "on":
         is_grafted[len(PROMPT) - QUESTION - WINDOW + 1 :] = False
-    head_map, shallow = HeadMap.load(model / HEAD_MAP_FILE), count_layers(None, RedKnot.dense_share, len(values))
+    head_map, shallow = (
+        HeadMap.load(model / HEAD_MAP_FILE),
+        count_layers(None, RedKnot.dense_share, len(values)),
+    )
     for layer, of_layer in enumerate(values):
-        reused = torch.tensor(head_map.heads(layer, HeadClass.LOCAL, HeadClass.RETRIEVAL)) & (layer >= shallow)
+        reused = torch.tensor(head_map.heads(layer, HeadClass.LOCAL, HeadClass.RETRIEVAL)) & (
+            layer >= shallow
+        )
         kept = is_grafted[:, None] & reused
         assert (of_layer == -3.0).all(-1).equal(kept)
     assert 0 < shallow < len(values)
 
 
 @pytest.mark.parametrize(
-    ("missing", "reason"), [("_has_head_map", "no_head_map"), ("_works_by_head", "unsupported_model")]
+    ("missing", "reason"),
+    [("_has_head_map", "no_head_map"), ("_works_by_head", "unsupported_model")],
 )
 def test_without_what_it_needs_nothing_is_reused(
     reader: Host, plain: HostProcess, monkeypatch: pytest.MonkeyPatch, missing: str, reason: str

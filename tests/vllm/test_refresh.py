@@ -1,4 +1,5 @@
-"""Reading anew inside vLLM: what the API server asks of the scheduler side, and who may not ask it."""
+"""Reading anew inside vLLM: what the API server asks of the scheduler side, and who may not ask
+it."""
 
 from typing import Any
 
@@ -26,17 +27,24 @@ def reading(host: Host, monkeypatch: pytest.MonkeyPatch) -> Host:
 
 
 def allow(host: Host, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-    monkeypatch.setattr(host.side, "_refresh", RefreshControls(host.known, host.side.reporting, share, MAX_LENGTH - 1))
+    monkeypatch.setattr(
+        host.side,
+        "_refresh",
+        RefreshControls(host.known, host.side.reporting, share, MAX_LENGTH - 1),
+    )
 
 
-def control(host: Host, op: str, text: list[int] | None = None, salt: str = "nobody") -> dict[str, Any]:
+def control(
+    host: Host, op: str, text: list[int] | None = None, salt: str = "nobody"
+) -> dict[str, Any]:
     options = Control(op).as_params()["kvgraft"]
     [answer] = host.ask(Ask(text or [5], options, salt, max_tokens=1), limit=200)
     return answer.report
 
 
 def use(host: Host, times: int = 2, text: list[int] = NEW, salt: str = "a") -> list[int]:
-    """Read a text behind a graft, and graft it so often elsewhere; the depths of what came of it."""
+    """Read a text behind a graft, and graft it so often elsewhere; the depths of what came of
+    it."""
     host.read(KNOWN, salt=salt)
     host.ask(Ask([*words(BLOCK, 10), *KNOWN, *text, 7], NAIVE, salt))
     return [graft(host, text, salt, time) for time in range(times)]
@@ -117,7 +125,9 @@ def test_a_text_is_read_where_it_is_known_and_nowhere_else(reading: Host):
     assert graft(reading, salt="c") == 0, "nothing is known there"
 
 
-def test_it_takes_its_share_of_what_requests_bring_and_no_more(host: Host, monkeypatch: pytest.MonkeyPatch):
+def test_it_takes_its_share_of_what_requests_bring_and_no_more(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+):
     allow(host, monkeypatch, 0.1)
     use(host)
     brought = len(KNOWN) + BLOCK + len(KNOWN) + len(NEW) + 1 + 2 * (14 + len(NEW))
@@ -155,7 +165,9 @@ def test_it_is_off_unless_asked_for(host: Host):
 
 @pytest.mark.parametrize("op", [REFRESH, READ])
 @pytest.mark.parametrize("token", ["", "wrong", None])
-def test_a_client_can_neither_ask_what_to_read_nor_have_it_read(reading: Host, op: str, token: str | None):
+def test_a_client_can_neither_ask_what_to_read_nor_have_it_read(
+    reading: Host, op: str, token: str | None
+):
     use(reading)
     [answer] = reading.ask(Ask(words(50, 6), {"control": {"op": op, "token": token}}, "a"))
     assert answer.report["reason"] == "invalid_params"

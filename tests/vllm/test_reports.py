@@ -1,4 +1,5 @@
-"""What a client is told about its request, and what the metrics say of all of them, is what happened."""
+"""What a client is told about its request, and what the metrics say of all of them, is what
+happened."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -6,7 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
-from engines import BLOCK, EVERYTHING, NAIVE, OFF, Answer, Ask, as_answer, as_prompt, as_sampling, words
+from engines import (
+    BLOCK,
+    EVERYTHING,
+    NAIVE,
+    OFF,
+    Answer,
+    Ask,
+    as_answer,
+    as_prompt,
+    as_sampling,
+    words,
+)
 from hosts import Host
 
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
@@ -58,14 +70,18 @@ def check_consistent(answer: Answer, prompt: list[int]) -> None:
         counts[kind] += stop - start
         position = stop
     assert position == report["prompt_tokens"] == len(prompt)
-    assert {kind: counts[kind] for kind in KINDS} == {kind: report[f"{kind}_tokens"] for kind in KINDS}
+    assert {kind: counts[kind] for kind in KINDS} == {
+        kind: report[f"{kind}_tokens"] for kind in KINDS
+    }
     assert answer.cached == report["prefix_tokens"] + report["grafted_tokens"]
     assert (report["reason"] is None) == (report["grafted_tokens"] > 0)
     assert 0 < report["computed_share"] <= 1
     assert report["recomputed_tokens"] <= report["grafted_tokens"]
 
 
-@pytest.mark.parametrize("options", [NAIVE, EVERYTHING, OFF, None, {"topk": 0.5}, {"policy": "failing"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [NAIVE, EVERYTHING, OFF, None, {"topk": 0.5}, {"policy": "failing"}], ids=str
+)
 @pytest.mark.parametrize("opening", [[], OPENING], ids=["", "prefix"])
 def test_reports_are_consistent(host: Host, options: dict[str, Any] | None, opening: list[int]):
     host.read(OPENING, DOCUMENT)
@@ -84,7 +100,11 @@ def test_shares_and_stages(host: Host):
     )
     fresh = 320 - 288
     assert naive["computed_share"] == fresh / 320
-    assert (naive["recomputed_tokens"], everything["recomputed_tokens"], everything["computed_share"]) == (0, 288, 1.0)
+    assert (
+        naive["recomputed_tokens"],
+        everything["recomputed_tokens"],
+        everything["computed_share"],
+    ) == (0, 288, 1.0)
     recomputed = sparsex["recomputed_tokens"]
     assert 64 < recomputed < 288
     assert sparsex["computed_share"] == pytest.approx((320 + 3 * (fresh + recomputed)) / (4 * 320))
@@ -113,7 +133,9 @@ REASONS: list[tuple[list[int], Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("prompt", "options", "reason"), REASONS, ids=[f"{r}-{str(o)[:30]}" for _, o, r in REASONS])
+@pytest.mark.parametrize(
+    ("prompt", "options", "reason"), REASONS, ids=[f"{r}-{str(o)[:30]}" for _, o, r in REASONS]
+)
 def test_reasons(host: Host, prompt: list[int], options: Any, reason: str):
     host.read(DOCUMENT)
     host.stats.reset()
@@ -139,7 +161,9 @@ def test_a_prompt_that_begins_with_a_prefix_hit_is_no_miss(host: Host, unknown: 
     assert "kvgraft:misses_total" not in host.stats.data
 
 
-@pytest.mark.parametrize("params", [{"kvgraft": 5}, {"kvgraft": None}, {"kvgraft": []}, {"kvgraft": "off"}], ids=str)
+@pytest.mark.parametrize(
+    "params", [{"kvgraft": 5}, {"kvgraft": None}, {"kvgraft": []}, {"kvgraft": "off"}], ids=str
+)
 def test_parameters_of_a_wrong_type_cost_only_the_reuse(host: Host, params: dict[str, Any]):
     host.read(DOCUMENT)
     name = host.add(Ask(words(20, 3) + DOCUMENT), extra_args={"kv_transfer_params": params})
@@ -156,7 +180,9 @@ def test_without_parameters_the_default_policy_applies(host: Host, params: dict[
     assert answer.report["policy"].startswith(DEFAULT_POLICY)
 
 
-def test_a_report_names_the_profile_that_named_its_policy(host: Host, monkeypatch: pytest.MonkeyPatch):
+def test_a_report_names_the_profile_that_named_its_policy(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+):
     eligibility = host.side._eligibility
     monkeypatch.setattr(eligibility, "_default", replace(eligibility._default, profile="0123abcd"))
     host.read(DOCUMENT)
@@ -168,13 +194,30 @@ def test_metrics_add_up_to_the_reports(host: Host):
     host.read(OPENING, DOCUMENT)
     host.stats.reset()
     prompts = [words(20, seed) + DOCUMENT + words(seed, 9) for seed in range(3, 6)]
-    prompts += [OPENING + DOCUMENT, OPENING + words(50, 10), words(20, 11), words(30, 12) + DOCUMENT]
-    options = [NAIVE, EVERYTHING, {"policy": "sparsex", "boundary_layers": 1}, NAIVE, NAIVE, NAIVE, OFF]
-    answers = host.ask(*[Ask(prompt, option) for prompt, option in zip(prompts, options, strict=True)])
+    prompts += [
+        OPENING + DOCUMENT,
+        OPENING + words(50, 10),
+        words(20, 11),
+        words(30, 12) + DOCUMENT,
+    ]
+    options = [
+        NAIVE,
+        EVERYTHING,
+        {"policy": "sparsex", "boundary_layers": 1},
+        NAIVE,
+        NAIVE,
+        NAIVE,
+        OFF,
+    ]
+    answers = host.ask(
+        *[Ask(prompt, option) for prompt, option in zip(prompts, options, strict=True)]
+    )
     host.settle()
     reports = [answer.report for answer in answers]
     for kind in (*KINDS, "recomputed"):
-        assert host.count("tokens_total", kind) == sum(report[f"{kind}_tokens"] for report in reports), kind
+        assert host.count("tokens_total", kind) == sum(
+            report[f"{kind}_tokens"] for report in reports
+        ), kind
     outcomes = {"grafted": 4, "prefix_only": 1, "miss": 1, "off": 1}
     assert host.stats.data["kvgraft:requests_total"] == outcomes
     assert [report["grafted_tokens"] > 0 for report in reports] == [True] * 4 + [False] * 3
@@ -182,7 +225,9 @@ def test_metrics_add_up_to_the_reports(host: Host):
     assert host.stats.data["kvgraft:misses_total"] == Counter(missed)
     for stage in ("align", "dense", "select", "sparse"):
         seconds = host.stats.data["kvgraft:stage_seconds"][stage]
-        assert sorted(seconds) == sorted(r["stages"][stage] for r in reports if stage in r["stages"])
+        assert sorted(seconds) == sorted(
+            r["stages"][stage] for r in reports if stage in r["stages"]
+        )
 
 
 def test_an_idle_engine_is_shown_as_idle(host: Host):
@@ -199,8 +244,13 @@ def test_what_a_probe_rejects_is_reported_of_each_request_and_counted(host: Host
     host.read(DOCUMENT, OPENING)
     host.stats.reset()
     mixed = words(20, 3) + DOCUMENT + words(50, 4) + OPENING + words(9, 5)
-    one, other = host.ask(Ask(mixed, {"policy": "doubting"}), Ask(words(30, 6) + DOCUMENT, {"policy": "doubting"}))
-    assert one.report["counts"] == {"rejected_tokens": one.report["recomputed_tokens"], "rejected_segments": 1}
+    one, other = host.ask(
+        Ask(mixed, {"policy": "doubting"}), Ask(words(30, 6) + DOCUMENT, {"policy": "doubting"})
+    )
+    assert one.report["counts"] == {
+        "rejected_tokens": one.report["recomputed_tokens"],
+        "rejected_segments": 1,
+    }
     assert len(OPENING) - BLOCK < one.report["recomputed_tokens"] <= len(OPENING)
     assert (other.report["counts"], other.grafted) == ({}, 288)
     assert host.stats.data["kvgraft:fallbacks_total"] == {"probe": 1}
@@ -246,7 +296,9 @@ def stopping(host: Host, ask: Ask) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "options", [NAIVE, OFF, {"policy": "failing"}, {"policy": "condense", "kept_share": 0.5}], ids=str
+    "options",
+    [NAIVE, OFF, {"policy": "failing"}, {"policy": "condense", "kept_share": 0.5}],
+    ids=str,
 )
 @pytest.mark.parametrize("num_document_blocks", [4, 9])
 def test_the_report_goes_ahead_of_a_stop_string(
@@ -273,7 +325,9 @@ def test_the_report_goes_ahead_of_a_stop_string(
 
 
 def test_it_is_sent_once(host: Host, front_end: StoppedReports):
-    name = host.add(Ask(words(20, 3), OFF, max_tokens=30), stop=["nothing like it"], detokenize=True)
+    name = host.add(
+        Ask(words(20, 3), OFF, max_tokens=30), stop=["nothing like it"], detokenize=True
+    )
     host.step_until(lambda: name in host.outputs)
     host.step()
     assert host.request(name).trace_headers is None
@@ -284,13 +338,17 @@ def test_it_is_sent_once(host: Host, front_end: StoppedReports):
 def test_many_spans_are_cut_off(host: Host):
     pieces = [words(BLOCK, seed) for seed in range(35)]
     host.read(*pieces)
-    prompt = [token for number, piece in enumerate(pieces) for token in [*words(3, 100 + number), *piece]]
+    prompt = [
+        token for number, piece in enumerate(pieces) for token in [*words(3, 100 + number), *piece]
+    ]
     [answer] = host.ask(Ask(prompt, NAIVE))
     assert len(answer.report["spans"]) == 64
     assert answer.grafted == 35 * BLOCK - 1
 
 
-def test_llm_generate_reports_an_answer_that_a_stop_string_ends(host: Host, front_end: StoppedReports):
+def test_llm_generate_reports_an_answer_that_a_stop_string_ends(
+    host: Host, front_end: StoppedReports
+):
     host.read(DOCUMENT)
     ask = Ask(words(20, 3) + DOCUMENT, NAIVE, max_tokens=40)
     stop = stopping(host, ask)

@@ -20,7 +20,10 @@ LAYOUTS = {  # shape in memory -> the axes [blocks, Hkv, N, 2 d]
     "heads first": ((BLOCKS, HEADS, SIZE, 2 * DIM), lambda x: x),
     "tokens first": ((BLOCKS, SIZE, HEADS, 2 * DIM), lambda x: x.transpose(1, 2)),
     "of several layers": ((BLOCKS, 2, HEADS, SIZE, 2 * DIM), lambda x: x[:, 1]),
-    "several layers, tokens first": ((BLOCKS, 2, SIZE, HEADS, 2 * DIM), lambda x: x[:, 1].transpose(1, 2)),
+    "several layers, tokens first": (
+        (BLOCKS, 2, SIZE, HEADS, 2 * DIM),
+        lambda x: x[:, 1].transpose(1, 2),
+    ),
     "padded blocks": ((BLOCKS, HEADS + 2, SIZE, 2 * DIM), lambda x: x[:, :HEADS]),
 }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -52,8 +55,10 @@ def test_a_cache_is_a_pool_of_rows(layout: str):
 
 def test_rows_of_another_width_are_none():
     assert PoolLayout.of(torch.zeros(2, 1, SIZE, 2 * DIM + 1)) is None
-    assert PoolLayout.of(torch.zeros(2, 3, SIZE, 2 * DIM + 8)[..., :-8]) is None  # padded: no multiples of d
-    assert PoolLayout.of(torch.zeros(3, SIZE, 2, 2 * DIM).permute(2, 0, 1, 3)) is None  # blocks side by side
+    # padded: no multiples of d
+    assert PoolLayout.of(torch.zeros(2, 3, SIZE, 2 * DIM + 8)[..., :-8]) is None
+    # blocks side by side
+    assert PoolLayout.of(torch.zeros(3, SIZE, 2, 2 * DIM).permute(2, 0, 1, 3)) is None
 
 
 def test_one_head_may_have_any_stride():
@@ -71,7 +76,11 @@ def test_one_head_may_have_any_stride():
 def test_kernels_take_it(layout: str, implementation: str):
     torch.manual_seed(0)
     cache = cache_of(layout)
-    source, target, positions = torch.tensor([1, 5, 10]), torch.tensor([22, 13, 0]), torch.tensor([9, 40, 7])
+    source, target, positions = (
+        torch.tensor([1, 5, 10]),
+        torch.tensor([22, 13, 0]),
+        torch.tensor([9, 40, 7]),
+    )
     keys, values = by_token(cache, source)
     before, expected = by_token(cache, target), by_token(cache, source)
     own = PoolLayout.of(cache)
@@ -79,17 +88,28 @@ def test_kernels_take_it(layout: str, implementation: str):
     pools, turn = own.pools(cache), tuple(part.to(DEVICE) for part in Rope(DIM).table(positions))
     old, new = (own.rows(slots).to(DEVICE) for slots in (source, target))
 
-    changes = kv_changes(pools, own.heads, (new, turn), (old, turn), implementation=implementation).cpu()
+    changes = kv_changes(
+        pools, own.heads, (new, turn), (old, turn), implementation=implementation
+    ).cpu()
     turned = [rotate(part, *Rope(DIM).table(positions)) for part in (before[0], keys)]
     wanted = torch.cat((turned[0] - turned[1], before[1] - values), -1).transpose(0, 1)
     torch.testing.assert_close(changes, wanted, atol=1e-5, rtol=1e-5)
 
     sides, weights = torch.full((2, 3), -1).to(DEVICE), torch.zeros(3).to(DEVICE)
     copy_changed(
-        pools, own.heads, (old, turn), (new, turn), changes.to(DEVICE), sides, weights, implementation=implementation
+        pools,
+        own.heads,
+        (old, turn),
+        (new, turn),
+        changes.to(DEVICE),
+        sides,
+        weights,
+        implementation=implementation,
     )
     found = by_token(cache, target)
-    torch.testing.assert_close(found[0], rotate(expected[0], *Rope(DIM).table(positions)), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        found[0], rotate(expected[0], *Rope(DIM).table(positions)), atol=1e-5, rtol=1e-5
+    )
     assert torch.equal(found[1], expected[1])
 
 
@@ -102,7 +122,10 @@ PROMPTS = {  # positions of the rows of each prompt
 
 def attention(query: Tensor, keys: Tensor, values: Tensor, positions: Sequence[int]) -> Tensor:
     """Queries [n, Hq, d] at these positions, keys and values [t, Hkv, d]; in float64."""
-    query, keys, values = query.double(), *(x.double().repeat_interleave(2, dim=1) for x in (keys, values))
+    query, keys, values = (
+        query.double(),
+        *(x.double().repeat_interleave(2, dim=1) for x in (keys, values)),
+    )
     logits = torch.einsum("nhd,thd->hnt", query, keys) * DIM**-0.5
     future = torch.arange(len(keys)) > torch.tensor(list(positions))[:, None]
     return torch.einsum("hnt,thd->nhd", logits.masked_fill(future, -torch.inf).softmax(-1), values)

@@ -1,4 +1,5 @@
-"""Waiting, memory and time: a recovery never waits for itself, never holds up the others, and never keeps a block."""
+"""Waiting, memory and time: a recovery never waits for itself, never holds up the others, and never
+keeps a block."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +37,8 @@ def blocks(number: int, seed: int) -> list[int]:
 
 
 def test_sources_and_blocks_that_do_not_fit_together(host: Host, plain: HostProcess):
-    """The pinned sources are what is in the way of the request that they are for: without a cure it waits for ever."""
+    """The pinned sources are what is in the way of the request that they are for: without a cure it
+    waits for ever."""
     document = blocks(50, 1)
     host.read(document)
     prompt = words(10, 2) + document + words(10, 3)
@@ -59,18 +61,22 @@ def test_a_request_that_just_fits(host: Host, plain: HostProcess, num_blocks: in
 
 
 @pytest.mark.parametrize(("num_sources", "reason"), [(30, None), (33, "pool_pressure")])
-def test_exact_hits_need_room_as_well(host: Host, plain: HostProcess, num_sources: int, reason: str | None):
+def test_exact_hits_need_room_as_well(
+    host: Host, plain: HostProcess, num_sources: int, reason: str | None
+):
     """Blocks of an exact prefix that nobody holds count as free until vLLM takes them."""
     prefix, document = blocks(30, 1), blocks(34, 2)
     host.read(prefix, document)
     prompt = prefix + words(20, 3) + document[10 : 10 + BLOCK * (num_sources - 1)]
-    [answer] = host.ask(Ask(prompt, EVERYTHING), limit=100)  # 30 + num_sources blocks, beside the sources
+    # 30 + num_sources blocks, beside the sources
+    [answer] = host.ask(Ask(prompt, EVERYTHING), limit=100)
     assert [answer.tokens] == plain.tokens(prompt)
     assert (answer.report["prefix_tokens"], answer.report["reason"]) == (len(prefix), reason)
 
 
 def test_a_preempted_request_does_not_wait_for_itself(host: Host, plain: HostProcess):
-    """It comes back when its text is known elsewhere, and finds itself alone: sources and blocks do not fit."""
+    """It comes back when its text is known elsewhere, and finds itself alone: sources and blocks do
+    not fit."""
     document = blocks(40, 1)
     prompt = words(20 * BLOCK, 2) + document
     name = host.add(Ask(prompt, EVERYTHING, max_tokens=8))
@@ -80,7 +86,9 @@ def test_a_preempted_request_does_not_wait_for_itself(host: Host, plain: HostPro
     assert [answer.tokens] == plain.tokens(prompt)
 
 
-def test_a_waiting_request_is_matched_once(host: Host, plain: HostProcess, monkeypatch: pytest.MonkeyPatch):
+def test_a_waiting_request_is_matched_once(
+    host: Host, plain: HostProcess, monkeypatch: pytest.MonkeyPatch
+):
     """Until one of its sources is gone: what was planned then is never used."""
     document = blocks(20, 1)
     host.read(document)
@@ -117,7 +125,10 @@ def test_sources_are_held_until_they_are_copied(host: Host, plain: HostProcess):
     assert state.recovering
     sources = set(state.recovery.sources)
     assert len(sources) == 22
-    flood = [host.add(Ask(words(40 * BLOCK, seed), OFF, salt=str(seed), max_tokens=1)) for seed in range(3, 6)]
+    flood = [
+        host.add(Ask(words(40 * BLOCK, seed), OFF, salt=str(seed), max_tokens=1))
+        for seed in range(3, 6)
+    ]
     while state.recovering:
         assert all(host.known.pool.ref_count(page) for page in sources)
         host.step()
@@ -202,7 +213,8 @@ def test_preemption(host: Host, plain: HostProcess):
     documents = [words(150, 1), words(200, 2)]
     host.read(*documents)
     prompts = [
-        words(100 * number + 10, 10 + number) + documents[number % 2] + words(150, 20 + number) for number in range(6)
+        words(100 * number + 10, 10 + number) + documents[number % 2] + words(150, 20 + number)
+        for number in range(6)
     ]
     options = [EVERYTHING, OFF, ALL_LAYERS, EVERYTHING, OFF, EVERYTHING]
     answers = host.ask(*[Ask(p, o, max_tokens=200) for p, o in zip(prompts, options, strict=True)])
@@ -213,12 +225,15 @@ def test_preemption(host: Host, plain: HostProcess):
 
 @pytest.mark.parametrize("num_steps", range(8))
 def test_abort_at_any_step(host: Host, plain: HostProcess, num_steps: int):
-    """Before the first step, in the recovery, when it has just ended, while decoding: the other of its batch goes on,
-    and what the aborted one leaves behind is no source of wrong text."""
+    """Before the first step, in the recovery, when it has just ended, while decoding: the other of
+    its batch goes on, and what the aborted one leaves behind is no source of wrong text."""
     document = words(600, 1)
     host.read(document)
     prompt, other = words(10, 2) + document, words(70, 3) + document[100:]
-    gone, stays = host.add(Ask(prompt, ALL_LAYERS, max_tokens=3)), host.add(Ask(other, ALL_LAYERS, max_tokens=3))
+    gone, stays = (
+        host.add(Ask(prompt, ALL_LAYERS, max_tokens=3)),
+        host.add(Ask(other, ALL_LAYERS, max_tokens=3)),
+    )
     for _ in range(num_steps):
         host.step()
     host.abort(gone)
@@ -246,7 +261,9 @@ def test_the_aborts_above_hit_every_state(host: Host):
     assert (False, "RUNNING") in states
 
 
-def test_abort_of_all_requests_of_a_batch_ends_its_work(host: Host, monkeypatch: pytest.MonkeyPatch):
+def test_abort_of_all_requests_of_a_batch_ends_its_work(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+):
     document = words(900, 1)
     host.read(document)
     names = [host.add(Ask(words(10, seed) + document, ALL_LAYERS)) for seed in (2, 3)]
@@ -276,11 +293,15 @@ def test_many_requests_at_once(host: Host, plain: HostProcess):
     """Three that graft in one step under two policies, beside plain ones."""
     documents = [words(150, 1), words(100, 2)]
     host.read(*documents)
-    prompts = [words(10 + number, 10 + number) + documents[number % 2] for number in range(6)] + [words(99, 30)]
+    prompts = [words(10 + number, 10 + number) + documents[number % 2] for number in range(6)] + [
+        words(99, 30)
+    ]
     options = [EVERYTHING, EVERYTHING, ALL_LAYERS, EVERYTHING, OFF, OFF, EVERYTHING]
     names = [host.add(Ask(p, o)) for p, o in zip(prompts, options, strict=True)]
     host.step()
-    assert sum(state.admitted and state.reason is None for state in host.side._requests.values()) >= 3
+    assert (
+        sum(state.admitted and state.reason is None for state in host.side._requests.values()) >= 3
+    )
     answers = host.finish(*names)
     assert [answer.tokens for answer in answers] == plain.tokens(*prompts)
     assert [answer.grafted > 0 for answer in answers] == [True] * 4 + [False] * 3
@@ -305,5 +326,6 @@ def test_reset_forgets_everything(host: Host, plain: HostProcess):
     [answer] = host.ask(Ask(prompt, EVERYTHING))
     assert (answer.cached, answer.report["reason"]) == (0, "no_known_text")
     assert [answer.tokens] == plain.tokens(prompt)
-    assert host.ask(Ask(words(3, 3) + document, EVERYTHING))[0].grafted >= 256  # of what was read since
+    # of what was read since
+    assert host.ask(Ask(words(3, 3) + document, EVERYTHING))[0].grafted >= 256
     assert np.all(host.known.index.segments.blocks._entries.page >= 0)

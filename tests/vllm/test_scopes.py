@@ -1,5 +1,6 @@
-"""Many namespaces hold the same text, exact and approximate; each goes on with and grafts from what it may read, and
-finds nothing of any other. Beside the scheduler: vLLM's block pool, our planner and continuations, no engine."""
+"""Many namespaces hold the same text, exact and approximate; each goes on with and grafts from what
+it may read, and finds nothing of any other. Beside the scheduler: vLLM's block pool, our planner
+and continuations, no engine."""
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
@@ -27,12 +28,14 @@ SHARED = {"1": ("0",), "2": ("0", "3"), "4": ("3",)}  # who may read whose text 
 
 @dataclass
 class Desk:
-    """Serves one request after the other, as vLLM's scheduler and our side of it do, and computes nothing.
+    """Serves one request after the other, as vLLM's scheduler and our side of it do, and computes
+    nothing.
 
     Attributes:
         owner: whose text a page holds.
         approximate: pages whose KV holds or follows grafts.
-        reached: tokens of each conversation that each namespace has asked, by that and by how it recovers.
+        reached: tokens of each conversation that each namespace has asked, by that and by how it
+            recovers.
         counts: tokens that were found by kind, and of other namespaces.
     """
 
@@ -50,14 +53,30 @@ class Desk:
         self.masking = HashMasking(manager, self.known.pool, BLOCK)
         self.continuing = Continuing(self.known, self.masking)
 
-    def ask(self, tokens: list[int], namespace: str, policy: str = "naive", conversation: int | None = None) -> None:
-        """Serve a request and check what it has found; one that belongs to no conversation reuses nothing."""
+    def ask(
+        self,
+        tokens: list[int],
+        namespace: str,
+        policy: str = "naive",
+        conversation: int | None = None,
+    ) -> None:
+        """Serve a request and check what it has found; one that belongs to no conversation reuses
+        nothing."""
         name = str(self.counts["requests"])
         self.counts["requests"] += 1
-        request = Request(name, tokens, SamplingParams(max_tokens=1), None, cache_salt=namespace, block_hasher=hasher())
+        request = Request(
+            name,
+            tokens,
+            SamplingParams(max_tokens=1),
+            None,
+            cache_salt=namespace,
+            block_hasher=hasher(),
+        )
         shared = tuple(scope_digest("model", other) for other in SHARED.get(namespace, ()))
         options = RequestOptions(parse_policy(policy), reuse=conversation is not None)
-        state = RequestState(request, options, BlockProvenance(scope_digest("model", namespace)), shared=shared)
+        state = RequestState(
+            request, options, BlockProvenance(scope_digest("model", namespace)), shared=shared
+        )
         if options.reuse:
             state.recovery_key = policy, shared
             reached = self.reached[conversation, state.recovery_key]
@@ -73,7 +92,8 @@ class Desk:
         self._leave(state)
 
     def _check_prefix(self, state: RequestState) -> None:
-        """Nobody begins with a page of somebody else, and with an approximate one only who goes on with it."""
+        """Nobody begins with a page of somebody else, and with an approximate one only who goes on
+        with it."""
         assert {self.owner[page] for page in state.prefix} <= {state.namespace}
         first = len(state.prefix) if state.continued is None else state.continued.first_block
         assert self.approximate.isdisjoint(state.prefix[:first])
@@ -87,7 +107,9 @@ class Desk:
         if candidate is None:
             return
         owners = {self.owner[page] for page in candidate.sources}
-        assert owners <= {*readable}, "a graft from a namespace that is neither its own nor shared with it"
+        assert owners <= {*readable}, (
+            "a graft from a namespace that is neither its own nor shared with it"
+        )
         self.counts["grafted"] += int(candidate.plan.grafted.sum())
         self.counts["shared"] += bool(owners - {state.namespace})
         state.plan = candidate.plan
@@ -126,7 +148,10 @@ def conversations(rng: np.random.Generator, documents: Sequence[list[int]]) -> l
         [
             token
             for place in rng.permutation(len(documents))[:6]
-            for token in [*rng.integers(0, 1000, rng.integers(1, 3 * BLOCK)).tolist(), *documents[place]]
+            for token in [
+                *rng.integers(0, 1000, rng.integers(1, 3 * BLOCK)).tolist(),
+                *documents[place],
+            ]
         ]
         for _ in range(10)
     ]
@@ -141,7 +166,10 @@ def test_no_lookup_of_many_finds_what_another_namespace_has_left():
         namespace, number = NAMESPACES[rng.integers(len(NAMESPACES))], int(rng.integers(len(said)))
         if rng.random() < 0.3:
             desk.ask(documents[rng.integers(len(documents))] + [1], namespace)
-        policy, stop = ("naive", "transitive")[rng.integers(2)], rng.integers(2 * BLOCK, len(said[number]))
+        policy, stop = (
+            ("naive", "transitive")[rng.integers(2)],
+            rng.integers(2 * BLOCK, len(said[number])),
+        )
         desk.ask(said[number][:stop], namespace, policy, number)
     assert desk.known.pool.num_used == 0
     assert desk.counts["lookups"] > 100_000

@@ -35,10 +35,14 @@ def test_what_is_given_is_taken():
     [
         (
             {"polcy": "naive"},
-            "no KVGraft setting 'polcy': allowed are policy, profile, head_map, match, residual_layers, continuation",
+            "no KVGraft setting 'polcy': allowed are policy, profile, head_map, match, "
+            "residual_layers, continuation",
         ),
         ({"policy": "best"}, "unknown policy 'best': choose from cacheblend, condense"),
-        ({"policy": "sparsex:recompute_share=2"}, "recompute_share must be a share from 0 to 1, got 2"),
+        (
+            {"policy": "sparsex:recompute_share=2"},
+            "recompute_share must be a share from 0 to 1, got 2",
+        ),
         ({"policy": "sparsex:k=2"}, "policy 'sparsex' has no option 'k'"),
         ({"profile": 3}, "profile must be a string, got 3"),
         ({"policy": 3}, "policy must be a string, got 3"),
@@ -56,7 +60,10 @@ def test_what_is_given_is_taken():
         ({"document_gib": True}, "document_gib must be a number of at least 0, got True"),
         ({"store_shared": "nowhere"}, "shared tier 'nowhere': no URL: give redis://HOST:6379/0"),
         ({"store_shared_timeout": 0}, "shared_timeout_s must be above 0 seconds, got 0"),
-        ({"store_shared_timeout": "soon"}, "shared_timeout_s must be a number of at least 0, got 'soon'"),
+        (
+            {"store_shared_timeout": "soon"},
+            "shared_timeout_s must be a number of at least 0, got 'soon'",
+        ),
         ({"store_shared_gib": 4}, "shared_gib 4 is the size of shared_url: give that, too"),
         ({"continuation": 1}, "continuation must be true or false, got 1"),
         ({"max_depth": "yes"}, "max_depth must be an integer of at least 0, got 'yes'"),

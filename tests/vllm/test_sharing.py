@@ -20,15 +20,25 @@ def _token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CONTROL_TOKEN, "a token of the test's own")
 
 
-def send(host: Host, prompt: Sequence[int], options: Any, salt: str | None, granted: Any, **sampling: Any) -> Answer:
+def send(
+    host: Host, prompt: Sequence[int], options: Any, salt: str | None, granted: Any, **sampling: Any
+) -> Answer:
     """Ask with these parameters of the API server's."""
     params = {"kvgraft": options, GRANTED: granted} if granted is not None else {"kvgraft": options}
-    name = host.add(Ask(prompt, options, salt), extra_args={"kv_transfer_params": params}, **sampling)
+    name = host.add(
+        Ask(prompt, options, salt), extra_args={"kv_transfer_params": params}, **sampling
+    )
     [answer] = host.finish(name)
     return answer
 
 
-def ask(host: Host, prompt: Sequence[int], options: Any = NAIVE, salt: str = "a", shared: Sequence[str] = ()) -> Answer:
+def ask(
+    host: Host,
+    prompt: Sequence[int],
+    options: Any = NAIVE,
+    salt: str = "a",
+    shared: Sequence[str] = (),
+) -> Answer:
     return send(host, prompt, options, salt, granted_params(salt, shared))
 
 
@@ -37,7 +47,9 @@ def pin(host: Host, text: list[int], salt: str, name: str = "manual") -> None:
 
 
 def segments(host: Host, salt: str) -> list[dict[str, Any]]:
-    [answer] = host.ask(Ask([5], Control("list").as_params()["kvgraft"], salt, max_tokens=1), limit=200)
+    [answer] = host.ask(
+        Ask([5], Control("list").as_params()["kvgraft"], salt, max_tokens=1), limit=200
+    )
     return answer.report["pins"]
 
 
@@ -55,7 +67,8 @@ def test_who_is_let_in_finds_the_text_and_nobody_else(host: Host, plain: HostPro
 
 
 def test_physical_blocks_are_nobody_else_s(host: Host):
-    """Also where the shared text begins the prompt: it is copied, and only its owner has it as it stands."""
+    """Also where the shared text begins the prompt: it is copied, and only its owner has it as it
+    stands."""
     pin(host, DOCUMENT, "wiki")
     reader = ask(host, DOCUMENT, shared=("wiki",))
     assert (reader.report["prefix_tokens"], reader.grafted) == (0, 288)
@@ -90,7 +103,9 @@ def test_documents_of_which_a_part_is_kept_may_be_shared(host: Host):
     assert ask(host, prompt, {"policy": "condense"}).report["reason"] == "no_known_text"
     host.forget()
     pin(host, text, "wiki")
-    assert ask(host, prompt, {"policy": "condense"}, shared=("wiki",)).report["kept_tokens"] < len(text)
+    assert ask(host, prompt, {"policy": "condense"}, shared=("wiki",)).report["kept_tokens"] < len(
+        text
+    )
 
 
 def test_a_reader_neither_sheds_nor_deletes_what_it_reads(host: Host):
@@ -101,7 +116,9 @@ def test_a_reader_neither_sheds_nor_deletes_what_it_reads(host: Host):
     assert host.ask(Ask([5], deletion, "a", max_tokens=1))[0].report["status"] == 404
     ask(host, words(60 * BLOCK - 10, 3), OFF, shared=("wiki",))
     assert [segment["num_shed"] for segment in segments(host, "a")] == [5]
-    assert [(segment["num_blocks"], segment["num_shed"]) for segment in segments(host, "wiki")] == [(20, 0)]
+    assert [(segment["num_blocks"], segment["num_shed"]) for segment in segments(host, "wiki")] == [
+        (20, 0)
+    ]
 
 
 @pytest.mark.parametrize(

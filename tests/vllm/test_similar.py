@@ -1,5 +1,5 @@
-"""Near-duplicates and partial-layer reuse inside vLLM: what exact matching misses is grafted, and answers are those of
-the native engine."""
+"""Near-duplicates and partial-layer reuse inside vLLM: what exact matching misses is grafted, and
+answers are those of the native engine."""
 
 from pathlib import Path
 from random import Random
@@ -29,7 +29,9 @@ POLICIES = [
 OFF = {"reuse": "off"}
 
 
-def run(read_first: list[list[int]], prompts: list[list[int]], options: list[dict[str, Any]]) -> list[list[Any]]:
+def run(
+    read_first: list[list[int]], prompts: list[list[int]], options: list[dict[str, Any]]
+) -> list[list[Any]]:
     job = {"read": read_first, "prompts": prompts, "options": options, "settings": SETTINGS}
     found: list[list[Any]] = warm.run(ENGINE, job, **ENVIRONMENT)
     return found
@@ -42,17 +44,28 @@ def test_partial_layer_reuse_of_near_duplicates_is_that_of_the_native_engine():
     known = engine.encode(f"{first} {second}")
     words = np.array(known)
     words[29::30] = engine.encode("river")[0]
-    prompt = engine.encode("note red means 51 .") + words.tolist() + engine.encode(read([first, second])[0].text)
+    prompt = (
+        engine.encode("note red means 51 .")
+        + words.tolist()
+        + engine.encode(read([first, second])[0].text)
+    )
 
-    [[*ours, exact, off]] = run([known], [prompt], [*POLICIES, EVERYTHING | {"match": "exact"}, OFF])
+    [[*ours, exact, off]] = run(
+        [known], [prompt], [*POLICIES, EVERYTHING | {"match": "exact"}, OFF]
+    )
     assert exact["report"]["grafted_tokens"] == 0  # no block of 32 tokens is left as it was
     sampling = SamplingParams(max_tokens=16, ignore_eos=True)
     engine.generate([Request(known, "full", sampling)])
     for options, answer in zip(POLICIES[:4], ours, strict=False):
         [native] = engine.generate([Request(prompt, options["policy"], sampling, remember=False)])
         assert answer["report"]["grafted_tokens"] == native.report.grafted_tokens > 500
-        assert answer["report"]["computed_share"] == pytest.approx(native.report.computed_share, abs=1e-6)
+        assert answer["report"]["computed_share"] == pytest.approx(
+            native.report.computed_share, abs=1e-6
+        )
         assert answer["tokens"] == native.token_ids
     assert ours[1]["report"]["computed_share"] < 0.9 < 1 < ours[2]["report"]["computed_share"]
     assert ours[2]["tokens"] == off["tokens"]
-    assert (ours[4]["report"]["grafted_tokens"], ours[4]["report"]["reason"]) == (0, "residual_stream")
+    assert (ours[4]["report"]["grafted_tokens"], ours[4]["report"]["reason"]) == (
+        0,
+        "residual_stream",
+    )

@@ -1,4 +1,5 @@
-"""What becomes known, and when: prompts, generated text, text of requests that still run; nothing approximate."""
+"""What becomes known, and when: prompts, generated text, text of requests that still run; nothing
+approximate."""
 
 import pytest
 from engines import BLOCK, EVERYTHING, NAIVE, OFF, Ask, words
@@ -56,7 +57,9 @@ def test_what_follows_a_graft_is_a_source_only_if_configured(
     [first] = host.ask(Ask(words(70, 2) + DOCUMENT + question, NAIVE, max_tokens=100))
     assert first.grafted == 288
     assert first.report["registered_blocks"] == ((570 + 99) // BLOCK if allowed else 70 // BLOCK)
-    again, continued = host.ask(Ask(words(5, 4) + question, NAIVE), Ask(words(6, 5) + first.tokens, NAIVE))
+    again, continued = host.ask(
+        Ask(words(5, 4) + question, NAIVE), Ask(words(6, 5) + first.tokens, NAIVE)
+    )
     assert [answer.grafted > 60 for answer in (again, continued)] == [allowed, allowed]
 
 
@@ -69,10 +72,16 @@ def test_approximate_sources_are_told_from_exact_ones(host: Host, monkeypatch: p
     monkeypatch.setattr(host.known.index, "max_depth", 0)
     host.stats.reset()
     [hidden] = host.ask(Ask(words(5, 4) + question, NAIVE))
-    assert (hidden.grafted, hidden.report["reason"], hidden.report["outcome"]) == (0, "too_deep", "miss")
+    assert (hidden.grafted, hidden.report["reason"], hidden.report["outcome"]) == (
+        0,
+        "too_deep",
+        "miss",
+    )
     assert 160 <= hidden.report["too_deep_tokens"] <= 200
     assert host.stats.data["kvgraft:misses_total"] == {"too_deep": 1}
-    assert host.stats.data["kvgraft:too_deep_tokens_total"] == {"": hidden.report["too_deep_tokens"]}
+    assert host.stats.data["kvgraft:too_deep_tokens_total"] == {
+        "": hidden.report["too_deep_tokens"]
+    }
     assert host.ask(Ask(words(6, 5) + opening, NAIVE))[0].grafted == 64
 
 

@@ -1,4 +1,5 @@
-"""Flows in vLLM: dense with all blocks, the native engine's answers with some, and caches that are never stale."""
+"""Flows in vLLM: dense with all blocks, the native engine's answers with some, and caches that are
+never stale."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -28,8 +29,14 @@ def slow(flow: str) -> Any:
 
 def run(model: Path, flow: str, *rounds: list[Ask], **more: Any) -> dict[str, Any]:
     """What `sparse_engine.py` says."""
-    given = {"model": str(model), "flow": flow, "rounds": [[asdict(a) for a in asks] for asks in rounds]} | more
-    said: dict[str, Any] = warm.run(Path(__file__).with_name("sparse_engine.py"), given, **ENVIRONMENT)
+    given = {
+        "model": str(model),
+        "flow": flow,
+        "rounds": [[asdict(a) for a in asks] for asks in rounds],
+    } | more
+    said: dict[str, Any] = warm.run(
+        Path(__file__).with_name("sparse_engine.py"), given, **ENVIRONMENT
+    )
     return said
 
 
@@ -41,13 +48,21 @@ def native(model: Path) -> Engine:
 def natively(engine: Engine, flow: str, asks: list[Ask]) -> list[list[int]]:
     """What the native engine answers, in a batch."""
     requests = [
-        Request(list(a.prompt), "full", SamplingParams(a.max_tokens, ignore_eos=True), remember=False, flow=flow)
+        Request(
+            list(a.prompt),
+            "full",
+            SamplingParams(a.max_tokens, ignore_eos=True),
+            remember=False,
+            flow=flow,
+        )
         for a in asks
     ]
     return [result.token_ids for result in engine.generate(requests)]
 
 
-@pytest.mark.parametrize("flow", ["quest", slow(f"{PROPOSED}/opus.py:opus_coarse_fine"), slow("streaming")])
+@pytest.mark.parametrize(
+    "flow", ["quest", slow(f"{PROPOSED}/opus.py:opus_coarse_fine"), slow("streaming")]
+)
 def test_with_all_blocks_a_flow_is_dense_attention(model: Path, plain: HostProcess, flow: str):
     said = run(model, f"{flow}:topk_blocks=64,layers_skip=none", MIXED, everything=True)
     assert said["tokens"][0] == [answer.tokens for answer in plain.ask(*MIXED)]
@@ -62,14 +77,24 @@ def test_with_all_blocks_a_flow_is_dense_attention(model: Path, plain: HostProce
         slow(f"{MINE}:topk_blocks=2,fine=1.5"),
     ],
 )
-def test_answers_are_those_of_the_native_engine(model: Path, native: Engine, plain: HostProcess, flow: str):
+def test_answers_are_those_of_the_native_engine(
+    model: Path, native: Engine, plain: HostProcess, flow: str
+):
     said = run(model, flow, MIXED)
     assert said["tokens"][0] == natively(native, flow, MIXED)
     dense = [answer.tokens for answer in plain.ask(*MIXED)]
-    assert [a == b for a, b in zip(said["tokens"][0], dense, strict=True)] == [False, True, False, False, True]
+    assert [a == b for a, b in zip(said["tokens"][0], dense, strict=True)] == [
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
 
 
-def test_grafted_prompts_are_decoded_sparsely_and_caches_are_never_stale(model: Path, native: Engine):
+def test_grafted_prompts_are_decoded_sparsely_and_caches_are_never_stale(
+    model: Path, native: Engine
+):
     """Blocks are written by recoveries out of order, evicted, preempted, shared: caches follow."""
     flow, text = "quest:topk_blocks=3", words(15 * BLOCK, 1)
     read = Ask(text, max_tokens=1)
@@ -80,7 +105,9 @@ def test_grafted_prompts_are_decoded_sparsely_and_caches_are_never_stale(model: 
     said = run(model, flow, [read], [exact], [shared, grafted], trouble=trouble)
     assert (said["taken_up"] > 0, said["stale"], said["problems"]) == (True, 0, [])
     assert min(said["grafted"][1] + said["cached"][2]) >= 14 * BLOCK
-    assert said["grafted"][2] == [0, 15 * BLOCK], "the first one goes on with the last request, up to where they part"
+    assert said["grafted"][2] == [0, 15 * BLOCK], (
+        "the first one goes on with the last request, up to where they part"
+    )
     found = [said["tokens"][1][0], said["tokens"][2][0]]
     assert found == natively(native, flow, [exact, shared])
 
@@ -89,9 +116,15 @@ def test_grafted_prompts_are_decoded_sparsely_and_caches_are_never_stale(model: 
 def test_answers_under_a_flow_are_never_found_as_exact(model: Path):
     prompt = words(10 * BLOCK, 1)
     first = Ask(prompt, max_tokens=5 * BLOCK)
-    for flow, cached in ("streaming:topk_blocks=1", 10 * BLOCK), ("streaming:topk_blocks=40", 14 * BLOCK):
+    for flow, cached in (
+        ("streaming:topk_blocks=1", 10 * BLOCK),
+        ("streaming:topk_blocks=40", 14 * BLOCK),
+    ):
         answer = run(model, flow, [first])["tokens"][0][0]
-        exact, going_on = Ask(prompt + answer, OFF, max_tokens=1), Ask(prompt + answer, max_tokens=1)
+        exact, going_on = (
+            Ask(prompt + answer, OFF, max_tokens=1),
+            Ask(prompt + answer, max_tokens=1),
+        )
         said = run(model, flow, [first], [going_on], [exact])
         assert said["cached"][1:] == [[14 * BLOCK], [cached]]
         assert said["grafted"][1:] == [[0], [0]]
@@ -101,12 +134,18 @@ def test_answers_under_a_flow_are_never_found_as_exact(model: Path):
 def test_a_flow_with_state_is_served_without_shared_pages(model: Path, native: Engine):
     said = run(model, "h2o:topk_blocks=3", MIXED, MIXED, reuse=False)
     assert said["tokens"][0] == said["tokens"][1] == natively(native, "h2o:topk_blocks=3", MIXED)
-    crowd = [Ask(words(300, seed), max_tokens=150) for seed in range(6)]  # 15 blocks each at the end, of 60
+    # 15 blocks each at the end, of 60
+    crowd = [Ask(words(300, seed), max_tokens=150) for seed in range(6)]
     said = run(
-        model, "h2o:topk_blocks=11", crowd, reuse=False, settings={"num_gpu_blocks_override": 61, "max_model_len": 1024}
+        model,
+        "h2o:topk_blocks=11",
+        crowd,
+        reuse=False,
+        settings={"num_gpu_blocks_override": 61, "max_model_len": 1024},
     )
     assert said["preempted"] > 0
-    assert said["tokens"][0] == natively(native, "dense", crowd)  # nothing is left out, whatever was lost
+    # nothing is left out, whatever was lost
+    assert said["tokens"][0] == natively(native, "dense", crowd)
 
 
 @pytest.mark.parametrize(
@@ -117,21 +156,41 @@ def test_a_flow_with_state_is_served_without_shared_pages(model: Path, native: E
         ("quest", {"kv_cache_dtype": "fp8"}, "KV cache dtype fp8"),
         (
             "quest",
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 2,
+                    "prompt_lookup_max": 3,
+                }
+            },
             "speculative decoding",
         ),
     ],
 )
-def test_what_cannot_be_right_is_refused(model: Path, flow: str, changes: dict[str, Any], reason: str):
-    settings = {"model": str(model), "worker_cls": WORKER_CLASS, "kv_transfer_config": transfer_config()} | changes
+def test_what_cannot_be_right_is_refused(
+    model: Path, flow: str, changes: dict[str, Any], reason: str
+):
+    settings = {
+        "model": str(model),
+        "worker_cls": WORKER_CLASS,
+        "kv_transfer_config": transfer_config(),
+    } | changes
     with pytest.raises(UnsupportedConfiguration, match=reason):
         install(configure(**settings, additional_config={FLOW: flow}))
 
 
-def test_the_flag_names_the_flow_to_every_process(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert parse([str(model), "--flow", "quest:topk_blocks=9"]).additional_config == {FLOW: "quest:topk_blocks=9"}
+def test_the_flag_names_the_flow_to_every_process(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert parse([str(model), "--flow", "quest:topk_blocks=9"]).additional_config == {
+        FLOW: "quest:topk_blocks=9"
+    }
     plain = parse([str(model), "--no-kvgraft", "--no-enable-prefix-caching", "--flow", "h2o"])
-    assert (plain.additional_config, plain.worker_cls, plain.kv_transfer_config) == ({FLOW: "h2o"}, WORKER_CLASS, None)
+    assert (plain.additional_config, plain.worker_cls, plain.kv_transfer_config) == (
+        {FLOW: "h2o"},
+        WORKER_CLASS,
+        None,
+    )
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(
         "from kvgraft.decode.flows.quest import Quest\n\n\nclass Mine(Quest):\n    name = 'mine'\n"

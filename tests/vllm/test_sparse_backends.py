@@ -1,8 +1,9 @@
-"""Flows in vLLM's backends for CUDA: their builders and implementations on CPU tensors of their layouts.
+"""Flows in vLLM's backends for CUDA: their builders and implementations on CPU tensors of their
+layouts.
 
-What needs a device is done in plain torch here: writing to the cache, and the attention of the stock backend, which is
-for prompts, short requests and skipped layers. FlashInfer, which is not installed, lays out its cache as the others.
-"""
+What needs a device is done in plain torch here: writing to the cache, and the attention of the
+stock backend, which is for prompts, short requests and skipped layers. FlashInfer, which is not
+installed, lays out its cache as the others."""
 
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -28,7 +29,8 @@ from kvgraft.vllm.sparse import attention
 from kvgraft.vllm.sparse.layouts import Strided
 
 SIZE, KV_HEADS, GROUP, DIM, BLOCKS = 32, 4, 2, 32, 60  # the bundled model's
-REQUESTS = ((300, 1), (40, 1), (100, 33), (520, 1), (257, 1))  # tokens, and how many of them are computed now
+# tokens, and how many of them are computed now
+REQUESTS = ((300, 1), (40, 1), (100, 33), (520, 1), (257, 1))
 DECODING = (0, 3, 4)  # that a flow of two blocks leaves something out of
 BACKENDS = {"FLASH_ATTN": FlashAttentionBackend, "TRITON_ATTN": TritonAttentionBackend}
 LAYOUTS = {  # shape in memory -> the axes [blocks, Hkv, N, 2 d], of one of two layers
@@ -47,26 +49,41 @@ def dense(query: Tensor, keys: Tensor, values: Tensor, place: int) -> Tensor:
 
 
 class Layer:
-    """One attention layer under a backend of vLLM with a flow, its cache, and a step of some requests."""
+    """One attention layer under a backend of vLLM with a flow, its cache, and a step of some
+    requests."""
 
-    def __init__(self, config: VllmConfig, backend: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, config: VllmConfig, backend: str, layout: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         torch.manual_seed(0)
         stock = BACKENDS[backend]
         self.seen: list[Any] = []
         monkeypatch.setattr(stock.get_impl_cls(), "do_kv_cache_update", self.write)
-        monkeypatch.setattr(stock.get_impl_cls(), "forward", lambda impl, *given: self.attend(*given))
+        monkeypatch.setattr(
+            stock.get_impl_cls(), "forward", lambda impl, *given: self.attend(*given)
+        )
         shape, view = LAYOUTS[layout]
         self.cache: Tensor = view(torch.full(shape, torch.nan))
         self.backend: Any = attention.with_flow(stock, Strided())
-        spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=KV_HEADS, head_size=DIM, dtype=torch.float32)
+        spec = FullAttentionSpec(
+            block_size=SIZE, num_kv_heads=KV_HEADS, head_size=DIM, dtype=torch.float32
+        )
         with set_current_vllm_config(config):
-            self.builder = self.backend.get_builder_cls()(spec, ["model.layers.1.attn"], config, torch.device("cpu"))
+            self.builder = self.backend.get_builder_cls()(
+                spec, ["model.layers.1.attn"], config, torch.device("cpu")
+            )
             heads = KV_HEADS * GROUP
-            self.impl = self.backend.get_impl_cls()(heads, DIM, DIM**-0.5, KV_HEADS, None, None, "auto")
+            self.impl = self.backend.get_impl_cls()(
+                heads, DIM, DIM**-0.5, KV_HEADS, None, None, "auto"
+            )
         free = torch.randperm(BLOCKS - 1) + 1
         self.table = torch.zeros(len(REQUESTS), 20, dtype=torch.int32)
-        self.keys, self.values = ([torch.randn(count, KV_HEADS, DIM) for count, _ in REQUESTS] for _ in range(2))
-        for own, (count, new), keys, values in zip(self.table, REQUESTS, self.keys, self.values, strict=True):
+        self.keys, self.values = (
+            [torch.randn(count, KV_HEADS, DIM) for count, _ in REQUESTS] for _ in range(2)
+        )
+        for own, (count, new), keys, values in zip(
+            self.table, REQUESTS, self.keys, self.values, strict=True
+        ):
             blocks, free = free[: -(-count // SIZE)], free[-(-count // SIZE) :]
             own[: len(blocks)] = blocks
             past = self.slots(own, torch.arange(count - new))
@@ -81,17 +98,22 @@ class Layer:
         return table[tokens // SIZE].long() * SIZE + tokens % SIZE
 
     @staticmethod
-    def write(impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+    def write(
+        impl: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor
+    ) -> None:
         kv_cache[slots // SIZE, :, slots % SIZE] = torch.cat((key, value), dim=2)
 
-    def attend(self, layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Tensor, metadata: Any,
+    def attend(self, layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Tensor,
+    metadata: Any,
                output: Tensor, *rest: Any) -> Tensor:  # fmt: skip
         self.seen.append(metadata)
         for number, (first, last) in enumerate(metadata.query_start_loc.unfold(0, 2, 1).tolist()):
             count = int(metadata.seq_lens[number])
             slots = self.slots(metadata.block_table[number], torch.arange(count))
             both = kv_cache[slots // SIZE, :, slots % SIZE]
-            output[first:last] = dense(query[first:last], both[..., :DIM], both[..., DIM:], count - (last - first))
+            output[first:last] = dense(
+                query[first:last], both[..., :DIM], both[..., DIM:], count - (last - first)
+            )
         return output
 
     def step(self, number: int = 1) -> tuple[Tensor, Tensor, Any]:
@@ -99,14 +121,18 @@ class Layer:
         counts, news = (torch.tensor(x, dtype=torch.int32) for x in zip(*REQUESTS, strict=True))
         starts = torch.cat((torch.zeros(1, dtype=torch.int32), news.cumsum(0).int()))
         places = [torch.arange(count - new, count) for count, new in REQUESTS]
-        slots = torch.cat([self.slots(own, place) for own, place in zip(self.table, places, strict=True)])
+        slots = torch.cat(
+            [self.slots(own, place) for own, place in zip(self.table, places, strict=True)]
+        )
         new_keys, new_values = (
             torch.cat([x[-new:] for x, (_, new) in zip(pool, REQUESTS, strict=True)])
             for pool in (self.keys, self.values)
         )
         common = CommonAttentionMetadata(
-            query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=counts, num_reqs=len(REQUESTS),
-            num_actual_tokens=len(slots), max_query_len=int(news.max()), max_seq_len=int(counts.max()),
+            query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=counts,
+            num_reqs=len(REQUESTS),
+            num_actual_tokens=len(slots), max_query_len=int(news.max()),
+            max_seq_len=int(counts.max()),
             block_table_tensor=self.table, slot_mapping=slots, causal=True, is_prefilling=news > 1,
             seq_lens_cpu_upper_bound=counts,
         )  # fmt: skip
@@ -119,11 +145,20 @@ class Layer:
 
     def densely(self, query: Tensor) -> Tensor:
         """What attention to everything gives."""
-        parts = zip(query.split([new for _, new in REQUESTS]), self.keys, self.values, REQUESTS, strict=True)
-        return torch.cat([dense(own, keys, values, count - new) for own, keys, values, (count, new) in parts])
+        parts = zip(
+            query.split([new for _, new in REQUESTS]), self.keys, self.values, REQUESTS, strict=True
+        )
+        return torch.cat(
+            [dense(own, keys, values, count - new) for own, keys, values, (count, new) in parts]
+        )
 
 
-@pytest.fixture(params=["cpu", pytest.param("triton", marks=pytest.mark.skipif(not find_spec("triton"), reason="-"))])
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("triton", marks=pytest.mark.skipif(not find_spec("triton"), reason="-")),
+    ]
+)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ours, in plain torch or in Triton's interpreter."""
     monkeypatch.setattr(dispatch, "_has_triton", lambda device_type: request.param == "triton")
@@ -167,7 +202,9 @@ def test_chosen_blocks_are_those_of_plain_pages(
     by_head = (pages[:, None] * KV_HEADS + torch.arange(KV_HEADS)[:, None]).flatten(0, 1)
     tokens = torch.tensor([REQUESTS[number][0] for number in DECODING]).repeat_interleave(KV_HEADS)
     wanted = own.attend(
-        query[rows].unflatten(1, (KV_HEADS, GROUP)).flatten(0, 1), Batch(by_head, tokens, SIZE), DIM**-0.5
+        query[rows].unflatten(1, (KV_HEADS, GROUP)).flatten(0, 1),
+        Batch(by_head, tokens, SIZE),
+        DIM**-0.5,
     )
     torch.testing.assert_close(found[rows], wanted.view(len(rows), -1, DIM), atol=2e-5, rtol=1e-4)
     others = [row for row in range(len(query)) if row not in rows]
@@ -176,7 +213,9 @@ def test_chosen_blocks_are_those_of_plain_pages(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_layers_that_are_skipped_are_the_stock_backends(backend: str, monkeypatch: pytest.MonkeyPatch):
+def test_layers_that_are_skipped_are_the_stock_backends(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+):
     layer = Layer(config("quest:topk_blocks=2,layers_skip=0"), backend, "tokens first", monkeypatch)
     query, found, metadata = layer.step(0)
     torch.testing.assert_close(found, layer.densely(query))
@@ -188,18 +227,24 @@ def test_layers_that_are_skipped_are_the_stock_backends(backend: str, monkeypatc
 def test_steps_are_captured_in_pieces_only(backend: str, monkeypatch: pytest.MonkeyPatch):
     given = config("quest")
     layer = Layer(given, backend, "heads first", monkeypatch)
-    support = layer.backend.get_builder_cls().get_cudagraph_support(given, layer.builder.kv_cache_spec)
+    support = layer.backend.get_builder_cls().get_cudagraph_support(
+        given, layer.builder.kv_cache_spec
+    )
     assert support is AttentionCGSupport.NEVER
     assert layer.backend.get_name() == backend
 
 
 def test_kernels_with_other_blocks_are_refused(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(UnsupportedConfiguration, match="blocks of 64 tokens where the attention kernel takes 32"):
+    with pytest.raises(
+        UnsupportedConfiguration, match="blocks of 64 tokens where the attention kernel takes 32"
+    ):
         Layer(config("quest", block_size=64), "FLASH_ATTN", "heads first", monkeypatch)
 
 
 def test_a_backend_is_one_class_by_its_name_in_the_registry():
     assert attention.FLASH_ATTN is attention.FLASH_ATTN
     assert attention.FLASH_ATTN.__mro__[1] is FlashAttentionBackend
-    with pytest.raises(AttributeError, match="no attention backend 'FLEX_ATTENTION' can follow flows: CPU_ATTN"):
+    with pytest.raises(
+        AttributeError, match="no attention backend 'FLEX_ATTENTION' can follow flows: CPU_ATTN"
+    ):
         attention.FLEX_ATTENTION  # noqa: B018

@@ -1,4 +1,5 @@
-"""Metrics: what one payload counts, how payloads add up, and what a real Prometheus registry shows of them."""
+"""Metrics: what one payload counts, how payloads add up, and what a real Prometheus registry shows
+of them."""
 
 import re
 from collections.abc import Iterator
@@ -78,9 +79,15 @@ def test_payloads_add_up_and_of_levels_the_newer_counts():
     assert newer.data == before
 
 
-COUNTS = st.dictionaries(st.sampled_from(["grafted", "miss", "off"]), st.integers(1, 99), min_size=1)
-TIMES = st.dictionaries(st.sampled_from(["align", "dense"]), st.lists(st.floats(0, 9), min_size=1), min_size=1)
-PAYLOADS = st.lists(st.fixed_dictionaries({}, optional={REQUESTS: COUNTS, STAGES: TIMES}), max_size=6)
+COUNTS = st.dictionaries(
+    st.sampled_from(["grafted", "miss", "off"]), st.integers(1, 99), min_size=1
+)
+TIMES = st.dictionaries(
+    st.sampled_from(["align", "dense"]), st.lists(st.floats(0, 9), min_size=1), min_size=1
+)
+PAYLOADS = st.lists(
+    st.fixed_dictionaries({}, optional={REQUESTS: COUNTS, STAGES: TIMES}), max_size=6
+)
 
 
 @given(PAYLOADS)
@@ -154,14 +161,18 @@ def test_what_may_be_counted_is_there_from_the_start(registry: CollectorRegistry
 def test_everything_that_a_store_counts_is_named_and_documented():
     """In its code names of events stand as strings beside the counts."""
     sources = "".join(path.read_text() for path in Path(store.__file__).parent.glob("*.py"))
-    counted = set(re.findall(r'(?:_counts\[|_count\(|_failed\(|return |hits = )"([a-z_]+)"', sources))
+    counted = set(
+        re.findall(r'(?:_counts\[|_count\(|_failed\(|return |hits = )"([a-z_]+)"', sources)
+    )
     assert {"stored", "write_failed", "shared_gone", "shared_late", "ram_hits"} <= counted
     assert counted - {"exact", "similar"} <= EVENTS.keys()
     documented = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
     assert all(f"`{event}`" in documented for event in EVENTS)
 
 
-def test_prometheus_shows_counters_gauges_and_histograms(registry: CollectorRegistry, metrics: PromMetrics):
+def test_prometheus_shows_counters_gauges_and_histograms(
+    registry: CollectorRegistry, metrics: PromMetrics
+):
     for _ in range(2):
         metrics.observe(payload().to_dict())
     value = registry.get_sample_value
@@ -184,9 +195,13 @@ def test_engines_are_told_apart(registry: CollectorRegistry):
     assert registry.get_sample_value(REQUESTS, LABELS | {"outcome": "grafted", "engine": "1"}) == 2
 
 
-def test_every_metric_is_exposed_under_its_own_name(registry: CollectorRegistry, metrics: PromMetrics):
+def test_every_metric_is_exposed_under_its_own_name(
+    registry: CollectorRegistry, metrics: PromMetrics
+):
     for name, metric in METRICS.items():
-        metrics.observe({name: {"x" if metric.label else "": [0.1] if metric.kind is Histogram else 1}})
+        metrics.observe(
+            {name: {"x" if metric.label else "": [0.1] if metric.kind is Histogram else 1}}
+        )
         shown = f"{name}_count" if metric.kind is Histogram else name
         own = {metric.label: "x"} if metric.label else {}
         assert registry.get_sample_value(shown, LABELS | own) == 1
@@ -205,7 +220,13 @@ def test_every_metric_is_exposed_under_its_own_name(registry: CollectorRegistry,
 
 
 def test_no_label_names_a_tenant():
-    assert not {metric.label for metric in METRICS.values()} & {"tenant", "namespace", "key", "user", "salt"}
+    assert not {metric.label for metric in METRICS.values()} & {
+        "tenant",
+        "namespace",
+        "key",
+        "user",
+        "salt",
+    }
 
 
 @pytest.fixture
@@ -219,7 +240,8 @@ def _clean_registry() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_clean_registry")
 def test_a_second_engine_in_one_process_gets_its_metrics():
-    """vLLM takes its own metrics of an earlier engine out of the registry; ours are not among them."""
+    """vLLM takes its own metrics of an earlier engine out of the registry; ours are not among
+    them."""
     for _ in range(2):
         prom = KVConnectorProm(config(), ["model_name", "engine"], {0: ["m", "0"]})
         prom.observe(payload().to_dict())

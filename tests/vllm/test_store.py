@@ -1,4 +1,5 @@
-"""The segment store inside vLLM: blocks that were evicted, or computed by an earlier server, come back."""
+"""The segment store inside vLLM: blocks that were evicted, or computed by an earlier server, come
+back."""
 
 import os
 from collections.abc import Sequence
@@ -28,7 +29,11 @@ if TYPE_CHECKING:
     from kvgraft.vllm.connector.planner import Planner
 
 ENGINE = Path(__file__).with_name("grafting_engine.py")
-NAIVE, EVERYTHING, OFF = {"policy": "naive"}, {"policy": "sparsex", "recompute_share": 1.0}, {"reuse": "off"}
+NAIVE, EVERYTHING, OFF = (
+    {"policy": "naive"},
+    {"policy": "sparsex", "recompute_share": 1.0},
+    {"reuse": "off"},
+)
 SMALL = {"num_gpu_blocks_override": 41, "max_model_len": 1024}
 KNOWN = np.random.default_rng(1).integers(10, 470, 600).tolist()
 MOVED = [10, 11, 12, 13, 14, 15, 16, *KNOWN[32:]]
@@ -44,7 +49,13 @@ def run(
 ) -> Any:
     lora = {"enable_lora": True, "max_loras": 4} if any(adapters) else {}
     engine = SMALL | {"tensor_parallel_size": ranks} | lora
-    job = {"read": read, "prompts": prompts, "options": options, "engine": engine, "settings": settings}
+    job = {
+        "read": read,
+        "prompts": prompts,
+        "options": options,
+        "engine": engine,
+        "settings": settings,
+    }
     job["adapters"] = [path and str(path) for path in adapters]
     return warm.run(ENGINE, job, **TWO_RANKS if ranks > 1 else ALONE)
 
@@ -77,7 +88,9 @@ def test_without_a_store_they_are_gone():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("int8", [pytest.param(False, marks=pytest.mark.soak), True])
-def test_a_second_server_goes_on_with_what_the_first_one_read(plain: list[list[int]], tmp_path: Path, int8: bool):
+def test_a_second_server_goes_on_with_what_the_first_one_read(
+    plain: list[list[int]], tmp_path: Path, int8: bool
+):
     settings = {
         "store_dir": str(tmp_path / "store"),
         "store_int8": int8,
@@ -100,13 +113,23 @@ def test_a_second_server_goes_on_with_what_the_first_one_read(plain: list[list[i
 @pytest.mark.soak
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_an_adapter_has_read_is_found_again_by_that_adapter(tmp_path: Path, ranks: int):
-    store, paths = str(tmp_path / "store"), [make_adapter(tmp_path / name, MODEL_DIR, seed=ord(name)) for name in "ab"]
+    store, paths = (
+        str(tmp_path / "store"),
+        [make_adapter(tmp_path / name, MODEL_DIR, seed=ord(name)) for name in "ab"],
+    )
     run([], [], [KNOWN], ranks, paths[:1], store_dir=store)
     for path in paths:
         path.rename(path.with_name(f"{path.name} elsewhere"))
     a, b = (path.with_name(f"{path.name} elsewhere") for path in paths)
     [moved] = run([MOVED], [EVERYTHING, OFF], [], ranks, [a, b, None], store_dir=store)
-    assert [answer["report"]["grafted_tokens"] >= 544 for answer in moved] == [True, False, False, False, False, False]
+    assert [answer["report"]["grafted_tokens"] >= 544 for answer in moved] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+        False,
+    ]
     assert moved[0]["tokens"] == moved[1]["tokens"]
 
 
@@ -131,7 +154,9 @@ def test_what_is_stored_says_whose_it_is():
     state = RequestState(request, Control("list"), BlockProvenance(scope_digest("model", salt)))
     state.offer.num_registered = 2
     index = SimpleNamespace(cuts=(None, []))
-    known = SimpleNamespace(block_size=16, index=index, pool=SimpleNamespace(acquire=lambda pages: None))
+    known = SimpleNamespace(
+        block_size=16, index=index, pool=SimpleNamespace(acquire=lambda pages: None)
+    )
     stored = StoreScheduler(cast("Planner", known), num_ranks=1)
     stored.keep(state, [5, 6], ended=True)
     [keep] = stored.take_orders().keeps
@@ -140,7 +165,9 @@ def test_what_is_stored_says_whose_it_is():
 
 def test_a_load_that_fails_is_a_miss():
     """Of the one and of no other."""
-    side = StoreWorker(cast("ModelHost", SimpleNamespace(block_size=16)), StoreOptions(ram_gib=1), 0, 1)
+    side = StoreWorker(
+        cast("ModelHost", SimpleNamespace(block_size=16)), StoreOptions(ram_gib=1), 0, 1
+    )
     places = [(b"unknown", 0), (b"unknown", 1)]
     for number, load in enumerate((Load(1, [("no bytes", 0, 0)], [5]), Load(2, places, [6, 7]))):  # type: ignore[list-item]
         side.step(StoreOrders(loads=[load]))

@@ -1,4 +1,5 @@
-"""Beside the scheduler: what the stores of several ranks have in common, whatever each of them says how often."""
+"""Beside the scheduler: what the stores of several ranks have in common, whatever each of them says
+how often."""
 
 from types import SimpleNamespace
 
@@ -60,7 +61,9 @@ def test_after_a_pause_prompts_wait_until_each_rank_has_looked_what_others_have_
 
     def waits(store: StoreScheduler) -> bool:
         request = SimpleNamespace(all_token_ids=TOKENS.tolist(), block_hashes=[])
-        state = RequestState(request, RequestOptions(KVGraftSettings().default.policy), BlockProvenance(SCOPE))
+        state = RequestState(
+            request, RequestOptions(KVGraftSettings().default.policy), BlockProvenance(SCOPE)
+        )
         return store.is_coming(state, 0, 9, grafts=True)
 
     for store in (stored, sharing):
@@ -80,7 +83,9 @@ def test_after_a_pause_prompts_wait_until_each_rank_has_looked_what_others_have_
 
 def test_prompts_wait_until_each_rank_has_said_what_it_holds(stored: StoreScheduler):
     request = SimpleNamespace(all_token_ids=TOKENS.tolist(), block_hashes=[])
-    state = RequestState(request, RequestOptions(KVGraftSettings().default.policy), BlockProvenance(SCOPE))
+    state = RequestState(
+        request, RequestOptions(KVGraftSettings().default.policy), BlockProvenance(SCOPE)
+    )
     for rank, waits in ((0, True), (0, True), (1, False)):
         stored.on_report(rank, StoreReport(ready=True))
         assert stored.is_coming(state, 0, 9, grafts=True) == waits
@@ -90,7 +95,9 @@ def test_a_load_has_arrived_where_each_rank_has_it(stored: StoreScheduler):
     for rank in (0, 1):
         stored.on_report(rank, StoreReport(records=[record()], ready=True))
     request = SimpleNamespace(all_token_ids=[9, 9, *TOKENS.tolist(), 9], block_hashes=[])
-    state = RequestState(request, RequestOptions(KVGraftSettings().default.policy), BlockProvenance(SCOPE))
+    state = RequestState(
+        request, RequestOptions(KVGraftSettings().default.policy), BlockProvenance(SCOPE)
+    )
     assert stored.is_coming(state, 0, 9, grafts=True)
     [load] = stored.take_orders().loads
     for _ in range(2):
@@ -109,7 +116,10 @@ def test_shared_text_comes_back_for_who_may_read_it(stored: StoreScheduler):
     for rank in (0, 1):
         stored.on_report(rank, StoreReport(records=records, ready=True))
     prompt = [9, 9, *own.tolist(), *TOKENS.tolist(), 9]
-    request, options = SimpleNamespace(all_token_ids=prompt, block_hashes=[]), KVGraftSettings().default
+    request, options = (
+        SimpleNamespace(all_token_ids=prompt, block_hashes=[]),
+        KVGraftSettings().default,
+    )
     for shared, num_blocks in (((), 2), ((scope_digest("model", "other"),), 0), ((SCOPE,), 3)):
         state = RequestState(request, options, BlockProvenance(mine), shared=shared)
         assert stored.is_coming(state, 0, 9, grafts=True) == (num_blocks > 0)
@@ -118,7 +128,12 @@ def test_shared_text_comes_back_for_who_may_read_it(stored: StoreScheduler):
             for rank in (0, 1):
                 stored.on_report(rank, StoreReport(loaded=[(load.number, [True] * num_blocks)]))
     tokens, free = np.array(prompt), np.ones(len(prompt), bool)
-    for scope, shared, length in ((mine, (), 2), (mine, (SCOPE,), 5), (SCOPE, (), 3), (b"x" * 32, (), 0)):
+    for scope, shared, length in (
+        (mine, (), 2),
+        (mine, (SCOPE,), 5),
+        (SCOPE, (), 3),
+        (b"x" * 32, (), 0),
+    ):
         matches = stored.known.index.match(tokens, scope, shared=shared, free=free, similar=False)
         assert sum(match.length for match in matches) == length * BLOCK
 

@@ -16,12 +16,14 @@ pytestmark = pytest.mark.slow
 ENGINE = Path(__file__).with_name("grafting_engine.py")
 POLICIES = {
     "sparse": {"policy": "sparsex", "boundary_layers": 1, "recompute_share": 0.1},
-    "projected": {"policy": "sparsex", "boundary_layers": 0, "recompute_share": 0.1},  # scores from queries alone
+    # scores from queries alone
+    "projected": {"policy": "sparsex", "boundary_layers": 0, "recompute_share": 0.1},
     "everything": {"policy": "sparsex", "boundary_layers": 1, "recompute_share": 1.0},
     "naive": {"policy": "naive"},
     "cacheblend": {"policy": "cacheblend"},  # by differences over all heads
     "similar": {"policy": "similar:reused_layers=3,max_kl=0.01"},  # by logits
-    "samkv": {"policy": "samkv", "block_tokens": 8, "kept_share": 0.8},  # by queries, keys and a fit over all heads
+    # by queries, keys and a fit over all heads
+    "samkv": {"policy": "samkv", "block_tokens": 8, "kept_share": 0.8},
     "condense": {"policy": "condense"},  # by the most attention in any head
     "by head": {"policy": "redknot:recent_tokens=16,min_ffn_tokens=8"},  # heads of either rank
     "off": {"reuse": "off"},
@@ -31,12 +33,17 @@ Asked = dict[str, dict[str, Any]]  # by policy: tokens, cached, report
 
 
 def make_job(num_applications: int) -> dict[str, Any]:
-    """What so many of three applications read, and what they then ask about the same text in another order."""
+    """What so many of three applications read, and what they then ask about the same text in
+    another order."""
     tokenizer = load_tokenizer(MODEL_DIR)
-    items = [item for scenario in make_scenarios(seed=1, num_items=1) for item in scenario.items][:num_applications]
+    items = [item for scenario in make_scenarios(seed=1, num_items=1) for item in scenario.items][
+        :num_applications
+    ]
 
     def encode(segments: tuple[str, ...]) -> list[int]:
-        return [token for text in segments for token in tokenizer.encode(text, add_special_tokens=False)]
+        return [
+            token for text in segments for token in tokenizer.encode(text, add_special_tokens=False)
+        ]
 
     return {
         "read": [encode(segments) for item in items for segments in item.phase_1],
@@ -66,11 +73,14 @@ def one_and_two(request: pytest.FixtureRequest) -> list[tuple[Asked, Asked]]:
 def test_two_ranks_answer_as_one(one_and_two: list[tuple[Asked, Asked]], policy: str):
     for one, two in one_and_two:
         counts = [
-            {name: value for name, value in asked[policy]["report"].items() if name != "stages"} for asked in (one, two)
+            {name: value for name, value in asked[policy]["report"].items() if name != "stages"}
+            for asked in (one, two)
         ]
         assert counts[0] == counts[1]
         assert one[policy]["tokens"] == two[policy]["tokens"]
-        assert one[policy]["logprobs"] == pytest.approx(two[policy]["logprobs"], abs=LOGPROBS_TOLERANCE)
+        assert one[policy]["logprobs"] == pytest.approx(
+            two[policy]["logprobs"], abs=LOGPROBS_TOLERANCE
+        )
         assert one[policy]["cached"] == two[policy]["cached"]
 
 
@@ -81,15 +91,21 @@ def test_two_ranks_graft_and_recompute(one_and_two: list[tuple[Asked, Asked]]):
         for policy in POLICIES.keys() - {"off"}:
             assert reports[policy]["grafted_tokens"] > 0.5 * reports[policy]["prompt_tokens"]
             assert reports[policy]["reason"] is None
-            assert asked[policy]["cached"] == reports[policy]["prefix_tokens"] + reports[policy]["grafted_tokens"]
+            assert (
+                asked[policy]["cached"]
+                == reports[policy]["prefix_tokens"] + reports[policy]["grafted_tokens"]
+            )
         assert reports["everything"]["recomputed_tokens"] == reports["everything"]["grafted_tokens"]
-        assert 0 < reports["sparse"]["recomputed_tokens"] < 0.5 * reports["sparse"]["grafted_tokens"]
+        assert (
+            0 < reports["sparse"]["recomputed_tokens"] < 0.5 * reports["sparse"]["grafted_tokens"]
+        )
         assert reports["naive"]["recomputed_tokens"] == reports["off"]["grafted_tokens"] == 0
         assert asked["everything"]["tokens"] == asked["off"]["tokens"]
         assert reports["similar"]["counts"]["rejected_segments"] > 0
         assert reports["condense"]["kept_tokens"] < 0.2 * reports["condense"]["prompt_tokens"]
     apart = [
-        asked["naive"]["logprobs"] != pytest.approx(asked["off"]["logprobs"], abs=0.01) for _, asked in one_and_two
+        asked["naive"]["logprobs"] != pytest.approx(asked["off"]["logprobs"], abs=0.01)
+        for _, asked in one_and_two
     ]
     assert any(apart), "grafts are read"
     kept = {asked["samkv"]["report"]["kept_tokens"] for _, asked in one_and_two}

@@ -46,8 +46,8 @@ class Sent:
 
 @dataclass
 class Traffic:
-    """Documents in any order between other text, as they are or edited; conversations that go on; what somebody else
-    has asked.
+    """Documents in any order between other text, as they are or edited; conversations that go on;
+    what somebody else has asked.
 
     Attributes:
         exact: options of requests whose answers are kept.
@@ -83,7 +83,8 @@ class Traffic:
         self.host.step_until(self._is_over)
 
     def reset(self, max_depth: int) -> None:
-        """Forget all that was computed; from now on this is the greatest depth of what is grafted from."""
+        """Forget all that was computed; from now on this is the greatest depth of what is grafted
+        from."""
         self.host.settle()
         assert self.host.problems() == []
         assert self.host.llm.reset_prefix_cache()
@@ -134,7 +135,8 @@ class Traffic:
         return prompt
 
     def _with_document(self, prompt: list[int], edited: list[range]) -> list[int]:
-        """And behind it one that many know, or a near-duplicate of it that has no block in common with it."""
+        """And behind it one that many know, or a near-duplicate of it that has no block in common
+        with it."""
         text = list(self.documents[self.dice.integers(len(self.documents))])
         if self.dice.random() < 0.2:
             self.counts["edited document"] += 1
@@ -153,7 +155,13 @@ class Traffic:
             self._abort()
         if self.dice.random() < 0.05:
             pool = self.host.manager.block_pool.blocks
-            self.host.poison([b.block_id for b in pool if not b.ref_cnt and b.block_hash is None and not b.is_null])
+            self.host.poison(
+                [
+                    b.block_id
+                    for b in pool
+                    if not b.ref_cnt and b.block_hash is None and not b.is_null
+                ]
+            )
         if self.dice.random() < 0.01:
             was_reset = self.host.llm.reset_prefix_cache()
             self.counts["reset" if was_reset else "reset refused, since requests run"] += 1
@@ -192,5 +200,7 @@ class Traffic:
         self.counts["went on with approximate KV"] += report["continued_tokens"] > 0
         self.counts["began with exact KV"] += report["prefix_tokens"] > 0
         grafted = [range(start, stop) for start, stop, kind in report["spans"] if kind == "grafted"]
-        found = any(max(a.start, b.start) < min(a.stop, b.stop) for a in grafted for b in sent.edited)
+        found = any(
+            max(a.start, b.start) < min(a.stop, b.stop) for a in grafted for b in sent.edited
+        )
         self.counts["graft of a near-duplicate"] += found

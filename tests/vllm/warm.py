@@ -1,9 +1,10 @@
-"""Python programs in processes that have imported vLLM already: a start takes the engine's seconds, not the imports'.
+"""Python programs in processes that have imported vLLM already: a start takes the engine's seconds,
+not the imports'.
 
-Run as a script it imports vLLM, and forks for every program that is asked for on a socket, whose number is its
-argument: a JSON object, beside it the program's input, output and errors. It ends with the socket, and so do they.
-The processes that a program starts are forks, too; on CPUs vLLM would have them import everything again.
-"""
+Run as a script it imports vLLM, and forks for every program that is asked for on a socket, whose
+number is its argument: a JSON object, beside it the program's input, output and errors. It ends
+with the socket, and so do they. The processes that a program starts are forks, too; on CPUs vLLM
+would have them import everything again."""
 
 import gc
 import json
@@ -24,9 +25,11 @@ from pathlib import Path
 from typing import IO, Any
 
 IMPORTED = (
-    "vllm.entrypoints.llm", "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm",
+    "vllm.entrypoints.llm", "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama",
-    "vllm.model_executor.models.qwen3", "kvgraft.cli", "kvgraft.vllm.worker", "kvgraft.vllm.server.serve",
+    "vllm.model_executor.models.qwen3", "kvgraft.cli", "kvgraft.vllm.worker",
+    "kvgraft.vllm.server.serve",
 )  # fmt: skip
 MESSAGE = 1 << 17  # bytes of a request for a program, at most
 
@@ -70,7 +73,10 @@ class Program:
 
 
 def start(
-    arguments: Sequence[str], environment: Mapping[str, str], errors: IO[Any], output: IO[Any] | None = None
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    errors: IO[Any],
+    output: IO[Any] | None = None,
 ) -> Program:
     """Start what `python ARGUMENTS` would: a script, or `-m` and a module.
 
@@ -82,7 +88,11 @@ def start(
         (given, stdin), (stdout, said) = os.pipe(), os.pipe()
         streams = (os.fdopen(stdin, "w"), os.fdopen(stdout))
     else:
-        given, said, streams = os.open(os.devnull, os.O_RDONLY), os.dup(output.fileno()), (None, None)
+        given, said, streams = (
+            os.open(os.devnull, os.O_RDONLY),
+            os.dup(output.fileno()),
+            (None, None),
+        )
     program = {"arguments": list(arguments), "environment": dict(environment)}
     pid = _exchange(program, [given, said, errors.fileno()])
     os.close(given)
@@ -91,7 +101,8 @@ def start(
 
 
 def run(script: Path, given: Any, **environment: str) -> Any:
-    """What a script answers in JSON to a JSON value. AssertionError with the end of what it has printed if it fails.
+    """What a script answers in JSON to a JSON value. AssertionError with the end of what it has
+    printed if it fails.
 
     Args:
         environment: on top of ours.
@@ -117,7 +128,9 @@ def _forks() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())], env=os.environ | ENVIRONMENT, pass_fds=[theirs.fileno()]
+            [sys.executable, __file__, str(theirs.fileno())],
+            env=os.environ | ENVIRONMENT,
+            pass_fds=[theirs.fileno()],
         )
     return ours
 
@@ -132,7 +145,8 @@ def _exchange(message: dict[str, Any], files: Sequence[int] = ()) -> Any:
 
 
 def serve(asking: socket.socket) -> list[str]:
-    """Fork for whoever asks, until nobody does; returns in a fork, with the arguments of its program."""
+    """Fork for whoever asks, until nobody does; returns in a fork, with the arguments of its
+    program."""
     running: set[int] = set()
     while True:
         message, files, _, _ = socket.recv_fds(asking, MESSAGE, 3)
@@ -172,7 +186,7 @@ def _become(environment: Mapping[str, str], files: Sequence[int]) -> None:
 def main() -> None:
     for name in IMPORTED:
         import_module(name)
-    gc.pin()  # what forks collect is their own
+    gc.freeze()  # what forks collect is their own
     with socket.socket(fileno=int(sys.argv[1])) as asking:
         arguments = serve(asking)
     if arguments[:1] == ["-m"]:

@@ -40,7 +40,8 @@ class FeatureValueTemperature(Scored):
 
 
 class ValueScaledQuest(Scored):
-    """Quest's bound, each feature by the norm of the values' same feature, of the best query head."""
+    """Quest's bound, each feature by the norm of the values' same feature, of the best query
+    head."""
 
     name, uses = "gpt_value_scaled_quest", ("low", "high", "v_feature_norms")
 
@@ -59,7 +60,8 @@ class MagnitudePenalisedAlignment(Scored):
 
 
 class SequenceValueGate(Scored):
-    """Relevance, of blocks whose mean value is relevant above the mean over blocks; others come after all of them."""
+    """Relevance, of blocks whose mean value is relevant above the mean over blocks; others come
+    after all of them."""
 
     name, uses = "gpt_sequence_value_gate", ("k_mean", "v_mean")
 
@@ -69,9 +71,14 @@ class SequenceValueGate(Scored):
 
 
 class PersistentValueWeightedScore(Scored):
-    """The running average of relevance with each feature by the norm of the values' (chosen: rate 0.1)."""
+    """The running average of relevance with each feature by the norm of the values' (chosen: rate
+    0.1)."""
 
-    name, uses, state = "gpt_persistent_value_weighted_score", ("k_mean", "v_feature_norms"), ("past",)
+    name, uses, state = (
+        "gpt_persistent_value_weighted_score",
+        ("k_mean", "v_feature_norms"),
+        ("past",),
+    )
 
     def score(self, q: Value, c: Caches) -> Value:
         return average(c["past"], _by_values(q, c), 0.1)
@@ -96,7 +103,8 @@ class SubBlockAverage(Scored):
 
 
 class InterleavedEnvelope(Scored):
-    """Quest's bound of every pair of a query head and a region (chosen: the grid that is paired), of the best pair."""
+    """Quest's bound of every pair of a query head and a region (chosen: the grid that is paired),
+    of the best pair."""
 
     name, uses = "gpt_interleaved_envelope", ("low_parts", "high_parts")
 
@@ -124,12 +132,15 @@ class SoftmaxValueTemperature(Scored):
 
 
 class SigmoidValueGate(Scored):
-    """Relevance times the sigmoid of by how much the mean norm of the values exceeds that of all blocks."""
+    """Relevance times the sigmoid of by how much the mean norm of the values exceeds that of all
+    blocks."""
 
     name, uses = "gpt_sigmoid_value_gate", ("k_mean", "v_norm")
 
     def score(self, q: Value, c: Caches) -> Value:
-        return Multiply(relevance(q, c["k_mean"]), Sigmoid(minus(c["v_norm"], Mean(c["v_norm"], dim=1))))
+        return Multiply(
+            relevance(q, c["k_mean"]), Sigmoid(minus(c["v_norm"], Mean(c["v_norm"], dim=1)))
+        )
 
 
 class LowerEnvelopePenalty(Scored):
@@ -160,7 +171,8 @@ class KeyValueProduct(Scored):
 
 
 class PersistentSurprise(Scored):
-    """The running average of by how much relevance exceeds that of all blocks (chosen: rate 0.1)."""
+    """The running average of by how much relevance exceeds that of all blocks (chosen: rate
+    0.1)."""
 
     name, uses, state = "gpt_persistent_surprise", ("k_mean",), ("surprise",)
 
@@ -170,7 +182,8 @@ class PersistentSurprise(Scored):
 
 
 class HeadPeakValueScale(Scored):
-    """Relevance to the query head that the block means most to, times the mean norm of the values."""
+    """Relevance to the query head that the block means most to, times the mean norm of the
+    values."""
 
     name, uses = "gpt_head_peak_value_scale", ("k_mean", "v_norm")
 

@@ -163,7 +163,8 @@ class ModerateRelevance(Scored):
 
 
 class HeadRegionConsensus(Scored):
-    """The least of all pairs of a head and a region, each by its sigmoid (chosen: two that are low stay low)."""
+    """The least of all pairs of a head and a region, each by its sigmoid (chosen: two that are low
+    stay low)."""
 
     name, uses = "opus_head_region_consensus", ("k_mean", "parts")
 
@@ -184,8 +185,8 @@ class EnvelopeSpread(Scored):
 
 
 class SmoothedQuery(Scored):
-    """Relevance to the average of the queries so far (chosen: rate 0.5). Since relevance is linear in the query, it is
-    the scores that are averaged: a block's state, as the language has it."""
+    """Relevance to the average of the queries so far (chosen: rate 0.5). Since relevance is linear
+    in the query, it is the scores that are averaged: a block's state, as the language has it."""
 
     name, uses, state = "opus_smoothed_query", ("k_mean",), ("smoothed",)
 
@@ -214,7 +215,8 @@ class CoarseFine(Scored):
 
 
 class KeyAndValueAgreement(Scored):
-    """Relevance of the mean key times that of the mean value, if both are positive; else the smaller of them."""
+    """Relevance of the mean key times that of the mean value, if both are positive; else the
+    smaller of them."""
 
     name, uses = "opus_key_and_value_agreement", ("k_mean", "v_mean")
 

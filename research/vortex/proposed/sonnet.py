@@ -26,7 +26,8 @@ from kvgraft.decode.motifs import Scored, average, heads, minus, over_regions, r
 
 
 class ValueEnergyGate(Scored):
-    """Relevance times the sigmoid of the mean norm of the values (chosen: a gate never turns the sign)."""
+    """Relevance times the sigmoid of the mean norm of the values (chosen: a gate never turns the
+    sign)."""
 
     name, uses = "sonnet_value_energy_gate", ("k_mean", "v_norm")
 
@@ -107,7 +108,8 @@ class MagnitudeBias(Scored):
 
 
 class AboveMeanGate(Scored):
-    """Relevance where it is above the mean over blocks, and no other block, however many k would allow."""
+    """Relevance where it is above the mean over blocks, and no other block, however many k would
+    allow."""
 
     name, uses = "sonnet_above_mean_gate", ("k_mean",)
 

@@ -1,7 +1,7 @@
 """The `kvgraft` command: thin wrappers around the engine and the evaluation code.
 
-Commands import what they run when they run: torch and transformers take seconds, which no `--help` needs.
-"""
+Commands import what they run when they run: torch and transformers take seconds, which no `--help`
+needs."""
 
 import sys
 from collections.abc import Callable
@@ -27,7 +27,8 @@ from kvgraft.cli.options import app
 
 
 def main() -> None:
-    """Entry point: what the user can mend is one line on stderr and exit code 2, never a traceback."""
+    """Entry point: what the user can mend is one line on stderr and exit code 2, never a
+    traceback."""
     raise SystemExit(run(app))
 
 

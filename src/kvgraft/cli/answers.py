@@ -35,13 +35,24 @@ if TYPE_CHECKING:
 
 @app.command()
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="Text; <|reuse|> ... <|/reuse|> marks segments.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file instead.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text; <|reuse|> ... <|/reuse|> marks segments.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Read the prompt from this file instead.")
+    ] = None,
     read: Annotated[
         list[Path] | None,
-        typer.Option(help="Text files, read one by one first; those not in the prompt are put before it (repeatable)."),
+        typer.Option(
+            help=(
+                "Text files, read one by one first; those not in the prompt are put before it "
+                "(repeatable)."
+            )
+        ),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt through the model's chat template.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send the prompt through the model's chat template.")
+    ] = False,
     model: ModelOption = MODEL_DIR,
     policy: Annotated[
         str | None,
@@ -62,11 +73,16 @@ def generate(
     kv_gib: KvOption = 2.0,
     head_map: HeadMapOption = None,
     head_paging: HeadPagingOption = False,
-    store: Annotated[Path | None, typer.Option(help="Directory where later calls find what this one reads.")] = None,
-    store_gib: Annotated[float | None, typer.Option(help="Size of it at most.", show_default="16")] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="Directory where later calls find what this one reads.")
+    ] = None,
+    store_gib: Annotated[
+        float | None, typer.Option(help="Size of it at most.", show_default="16")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer one prompt about texts that the model has read before, each on its own; prints the text and a report."""
+    """Answer one prompt about texts that the model has read before, each on its own; prints the
+    text and a report."""
     from kvgraft.engine.request import Request
     from kvgraft.engine.sampling import SamplingParams
     from kvgraft.prefill.policies import parse_policy
@@ -78,16 +94,27 @@ def generate(
     sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()))
     known = [_read_document(path) for path in read or []]
     text = _behind(known, text)
-    settings = {"head_map": head_map, "head_paging": head_paging, "store": _store_options(store, store_gib)}
-    with load(model, dtype=dtype, device=device, kv_gib=kv_gib, policies=policies, **settings) as engine:
+    settings = {
+        "head_map": head_map,
+        "head_paging": head_paging,
+        "store": _store_options(store, store_gib),
+    }
+    with load(
+        model, dtype=dtype, device=device, kv_gib=kv_gib, policies=policies, **settings
+    ) as engine:
         if chat:
             text = render_chat(engine.tokenizer, [{"role": "user", "content": text}])
         num_restored = _read_first(engine, known, namespace)
-        final = _answer(engine, Request(parse_markers(text), policy, sampling, namespace), echo=not as_json)
+        final = _answer(
+            engine, Request(parse_markers(text), policy, sampling, namespace), echo=not as_json
+        )
     num_restored += final.report.counts["restored_blocks"]
     if as_json:
         restored = {} if store is None else {"restored_blocks": num_restored}
-        print_json({"text": final.text, "finish_reason": final.finish_reason, "report": final.report} | restored)
+        print_json(
+            {"text": final.text, "finish_reason": final.finish_reason, "report": final.report}
+            | restored
+        )
     else:
         print()
         _print_report(final, None if store is None else num_restored)
@@ -95,7 +122,10 @@ def generate(
 
 @app.command()
 def compare(
-    file: Annotated[Path, typer.Argument(help='{"read": \\[text, ...], "prompt": text, "policies": \\[...], ...}')],
+    file: Annotated[
+        Path,
+        typer.Argument(help='{"read": \\[text, ...], "prompt": text, "policies": \\[...], ...}'),
+    ],
     model: ModelOption = MODEL_DIR,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
@@ -105,7 +135,8 @@ def compare(
     order_noise: OrderNoiseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """One prompt under several policies: time, tokens by kind, distance from full along its answer, text."""
+    """One prompt under several policies: time, tokens by kind, distance from full along its answer,
+    text."""
     from kvgraft.evaluate import compare as comparison
 
     case = comparison.load_case(file)
@@ -131,7 +162,8 @@ def inspect(
     head_paging: HeadPagingOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """One prompt as an HTML page: every token by how it got its KV, scores by layer, stage times, answers."""
+    """One prompt as an HTML page: every token by how it got its KV, scores by layer, stage times,
+    answers."""
     from kvgraft.evaluate import compare as comparison
     from kvgraft.evaluate import inspect as inspection
 
@@ -146,7 +178,9 @@ def inspect(
         print_json(inspected)
     else:
         console.print(
-            f"[dim]{html}: {len(inspected.tokens)} tokens, {len(inspected.policies)} policies[/dim]", soft_wrap=True
+            f"[dim]{html}: {len(inspected.tokens)} tokens, {len(inspected.policies)} "
+            "policies[/dim]",
+            soft_wrap=True,
         )
 
 
@@ -173,7 +207,11 @@ def _store_options(directory: Path | None, size_gib: float | None) -> "StoreOpti
 
     if directory is None and size_gib is not None:
         raise ValueError(f"--store-gib {size_gib} is the size of --store: give that, too")
-    return None if directory is None else StoreOptions(directory, disk_gib=16.0 if size_gib is None else size_gib)
+    return (
+        None
+        if directory is None
+        else StoreOptions(directory, disk_gib=16.0 if size_gib is None else size_gib)
+    )
 
 
 def _read_first(engine: "Engine", texts: list[str], namespace: str) -> int:
@@ -207,9 +245,11 @@ def _print_report(result: "Result", num_restored: int | None) -> None:
     report = result.report
     stages = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in report.stages.items())
     console.print(
-        f"[dim]{report.policy}: {report.prompt_tokens} prompt tokens = {report.prefix_tokens} prefix + "
+        f"[dim]{report.policy}: {report.prompt_tokens} prompt tokens = {report.prefix_tokens} "
+        "prefix + "
         f"{report.continued_tokens} continued + "
-        f"{report.grafted_tokens} grafted ({report.recomputed_tokens} recomputed) + {report.fresh_tokens} fresh; "
+        f"{report.grafted_tokens} grafted ({report.recomputed_tokens} recomputed) + "
+        f"{report.fresh_tokens} fresh; "
         f"first token after {1e3 * report.ttft_s:.1f} ms ({stages})"
         + ("" if num_restored is None else f"; {num_restored} blocks restored")
         + (f"; fell back to full: {report.fallback}" if report.fallback else "")

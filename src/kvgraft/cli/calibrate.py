@@ -30,19 +30,28 @@ BUNDLED_TEXTS = 16  # of each task
 def calibrate(
     model: ModelArgument = MODEL_DIR,
     texts: Annotated[
-        list[Path] | None, typer.Option(help="Files of the text that requests will hold (repeatable).")
+        list[Path] | None,
+        typer.Option(help="Files of the text that requests will hold (repeatable)."),
     ] = None,
     trace: Annotated[
-        list[Path] | None, typer.Option(help="Recorded requests, as for `analyze`, whose messages are the text.")
+        list[Path] | None,
+        typer.Option(help="Recorded requests, as for `analyze`, whose messages are the text."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Where the profile goes.", show_default="MODEL/policy.json")
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Where the profile goes.", show_default="MODEL/policy.json"
+        ),
     ] = None,
-    results: Annotated[Path, typer.Option(help="Directory of the answers; one that holds a part is continued.")] = Path(
-        "calibration"
-    ),
-    policies: Annotated[str | None, typer.Option(help="Candidates, by semicolons.", show_default="ten")] = None,
-    budget: Annotated[float, typer.Option(help="Of full's FLOPs, that the policy may take.")] = 0.25,
+    results: Annotated[
+        Path, typer.Option(help="Directory of the answers; one that holds a part is continued.")
+    ] = Path("calibration"),
+    policies: Annotated[
+        str | None, typer.Option(help="Candidates, by semicolons.", show_default="ten")
+    ] = None,
+    budget: Annotated[
+        float, typer.Option(help="Of full's FLOPs, that the policy may take.")
+    ] = 0.25,
     items: Annotated[int, typer.Option(help="Prompts that choose, and as many that check.")] = 12,
     length: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1536,
     segments: Annotated[int, typer.Option(help="Known texts in a prompt.")] = 5,
@@ -52,7 +61,8 @@ def calibrate(
     kv_gib: KvOption = 2.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Which policy suits a model and your texts: a profile that `serve` and Engine take by themselves."""
+    """Which policy suits a model and your texts: a profile that `serve` and Engine take by
+    themselves."""
     model = find(model)
     from kvgraft.evaluate import calibration
     from kvgraft.prefill.profile import POLICY_FILE
@@ -60,11 +70,19 @@ def calibrate(
     out = model / POLICY_FILE if out is None else out
     check_output(out)
     found, described = _texts(texts or [], trace or [], bundled=model == MODEL_DIR)
-    named = [one.strip() for one in policies.split(";") if one.strip()] if policies else calibration.CANDIDATES
-    settings = calibration.CalibrationSettings(found, described, named, items, length, segments, budget, seed)
+    named = (
+        [one.strip() for one in policies.split(";") if one.strip()]
+        if policies
+        else calibration.CANDIDATES
+    )
+    settings = calibration.CalibrationSettings(
+        found, described, named, items, length, segments, budget, seed
+    )
     engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, policies=named)
     with progress_bar(progress_console, "calibrating") as on_progress:
-        profile = calibration.calibrate(engine, settings, results, on_progress, testbed=model == MODEL_DIR)
+        profile = calibration.calibrate(
+            engine, settings, results, on_progress, testbed=model == MODEL_DIR
+        )
     show(profile, calibration.render(profile), as_json=as_json)
     profile.save(out)
     from kvgraft.evaluate.plots import write_calibration  # matplotlib takes a second to load
@@ -74,8 +92,11 @@ def calibrate(
         console.print(f"[dim]{out}, {picture}[/dim]", soft_wrap=True)
 
 
-def _texts(files: Sequence[Path], trace: Sequence[Path], *, bundled: bool) -> tuple[dict[str, str], str]:
-    """Texts by name, and what they are: if none are given, what the bundled model, or any other, can read."""
+def _texts(
+    files: Sequence[Path], trace: Sequence[Path], *, bundled: bool
+) -> tuple[dict[str, str], str]:
+    """Texts by name, and what they are: if none are given, what the bundled model, or any other,
+    can read."""
     if files and trace:
         raise ValueError("give either --texts or --trace, not both")
     if trace:
@@ -83,14 +104,21 @@ def _texts(files: Sequence[Path], trace: Sequence[Path], *, bundled: bool) -> tu
 
         return read_messages(trace), f"messages of {', '.join(path.name for path in trace)}"
     if files:
-        named = ", ".join(path.name for path in files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+        named = ", ".join(path.name for path in files[:3]) + (
+            f" and {len(files) - 3} more" if len(files) > 3 else ""
+        )
         return {str(path): path.read_text(encoding="utf-8") for path in files}, named
     if bundled:
         from kvgraft.evaluate.tasks import GENERATED, Shape
 
         items = GENERATED["multihop"].items(0, BUNDLED_TEXTS, Shape())
-        return {str(n): " ".join(item.phase_2[0].segments[1:-1]) for n, item in enumerate(items)}, "generated texts"
+        return {
+            str(n): " ".join(item.phase_2[0].segments[1:-1]) for n, item in enumerate(items)
+        }, "generated texts"
     from kvgraft.evaluate.tasks.packages import read_documentation
 
-    sentences = {one.name: " ".join(sentence for _, sentence in one.sentences) for one in read_documentation()}
+    sentences = {
+        one.name: " ".join(sentence for _, sentence in one.sentences)
+        for one in read_documentation()
+    }
     return sentences, "documentation of installed packages"

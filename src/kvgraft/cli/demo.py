@@ -33,20 +33,30 @@ def demo(
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     kv_gib: KvOption = 2.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of the scenarios.", show_default="0")] = None,
-    items: Annotated[int | None, typer.Option(help="Items per scenario, four prompts each.", show_default="8")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the scenarios.", show_default="0")
+    ] = None,
+    items: Annotated[
+        int | None, typer.Option(help="Items per scenario, four prompts each.", show_default="8")
+    ] = None,
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="Beside full (repeatable).", show_default=f"naive, sparsex, {DEFAULT_POLICY}; texts: as generate"
+            help="Beside full (repeatable).",
+            show_default=f"naive, sparsex, {DEFAULT_POLICY}; texts: as generate",
         ),
     ] = None,
     serve: Annotated[
         bool | None,
-        typer.Option("--serve/--no-serve", help="Also start the server and ask it.", show_default="if vLLM is here"),
+        typer.Option(
+            "--serve/--no-serve",
+            help="Also start the server and ask it.",
+            show_default="if vLLM is here",
+        ),
     ] = None,
 ) -> None:
-    """RAG, chat and agents on the bundled model, then its server; with a --model that chats, questions about texts."""
+    """RAG, chat and agents on the bundled model, then its server; with a --model that chats,
+    questions about texts."""
     from kvgraft.evaluate.demo import POLICIES
     from kvgraft.prefill.policies import parse_policy
 
@@ -58,7 +68,10 @@ def demo(
     if model != MODEL_DIR and engine.tokenizer.chat_template:
         for flag, value in (("--seed", seed), ("--items", items), ("--serve", serve)):
             if value is not None:
-                raise ValueError(f"{flag} is about the scenarios: a model with a chat template is asked about texts")
+                raise ValueError(
+                    f"{flag} is about the scenarios: a model with a chat template is asked about "
+                    "texts"
+                )
         named = engine.profile.policy if engine.profile else DEFAULT_POLICY
         _show_texts(engine, ("full", *(policy or [named])), as_json)
         return
@@ -66,12 +79,19 @@ def demo(
 
 
 def _show_scenarios(
-    engine: "Engine", policies: tuple[str, ...], seed: int, items: int, serve: bool | None, as_json: bool
+    engine: "Engine",
+    policies: tuple[str, ...],
+    seed: int,
+    items: int,
+    serve: bool | None,
+    as_json: bool,
 ) -> None:
     from kvgraft.evaluate import demo as demonstration
 
     with progress_bar(progress_console, "demo") as on_progress:
-        report = demonstration.run_demo(engine, seed=seed, items=items, policies=policies, on_progress=on_progress)
+        report = demonstration.run_demo(
+            engine, seed=seed, items=items, policies=policies, on_progress=on_progress
+        )
     if not as_json:
         console.print(demonstration.render(report))
     served = None

@@ -19,17 +19,25 @@ class _RunsModels(TyperGroup):
         return super().parse_args(ctx, args if is_known else [RUN, *args])
 
 
-fleet_app = typer.Typer(name="fleet", help="Several servers behind one address: docs/fleet.md.", cls=_RunsModels)
+fleet_app = typer.Typer(
+    name="fleet", help="Several servers behind one address: docs/fleet.md.", cls=_RunsModels
+)
 app.add_typer(fleet_app)
 
 
 @fleet_app.command(
-    RUN, context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    RUN,
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    },
 )
 def run_fleet(context: typer.Context) -> None:
-    """`kvgraft fleet MODEL --replicas N`: servers behind one address, by Ray Serve; `kvgraft fleet run --help` has its
-    options, which go with any flag of `kvgraft serve`."""
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # or lines of servers would be left out; read when Ray is imported
+    """`kvgraft fleet MODEL --replicas N`: servers behind one address, by Ray Serve; `kvgraft fleet
+    run --help` has its options, which go with any flag of `kvgraft serve`."""
+    # or lines of servers would be left out; read when Ray is imported
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     from kvgraft.fleet.options import read_command
 
     options, args = read_command(context.args)  # what is wrong is said before Ray is imported

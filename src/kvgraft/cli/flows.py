@@ -21,10 +21,15 @@ from kvgraft.cli.options import (
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.testbed import MODEL_DIR
 
-flows_app = typer.Typer(name="flow", help="Sparse decode attention as programs: docs/flows.md.", no_args_is_help=True)
+flows_app = typer.Typer(
+    name="flow", help="Sparse decode attention as programs: docs/flows.md.", no_args_is_help=True
+)
 app.add_typer(flows_app)
 FlowArgument = Annotated[
-    str, typer.Argument(metavar="FLOW", help="quest, quest:topk_blocks=64, my.py, my.py:name:topk_blocks=64")
+    str,
+    typer.Argument(
+        metavar="FLOW", help="quest, quest:topk_blocks=64, my.py, my.py:name:topk_blocks=64"
+    ),
 ]
 BlockOption = Annotated[int, typer.Option(help="Tokens of a block: of a page of the host.")]
 
@@ -49,11 +54,16 @@ def explain_flow(
     flow: FlowArgument,
     model: ModelOption = MODEL_DIR,
     block: BlockOption = 16,
-    context: Annotated[int, typer.Option(help="Tokens of the sequence that bytes are counted for.")] = 32768,
-    triton: Annotated[bool, typer.Option(help="Print the source of its kernels for CUDA, too.")] = False,
+    context: Annotated[
+        int, typer.Option(help="Tokens of the sequence that bytes are counted for.")
+    ] = 32768,
+    triton: Annotated[
+        bool, typer.Option(help="Print the source of its kernels for CUDA, too.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Trace a flow, or say at which line it is wrong; show its operators, kernels, caches and bytes."""
+    """Trace a flow, or say at which line it is wrong; show its operators, kernels, caches and
+    bytes."""
     from kvgraft.decode.flow import trace
     from kvgraft.decode.flows import parse_flow
     from kvgraft.engine.config import load_config
@@ -74,15 +84,20 @@ def explain_flow(
 
 @flows_app.command("bench")
 def bench_flows(
-    flows: Annotated[list[str], typer.Argument(metavar="FLOW...", help="Names, with options, or files; or all.")],
+    flows: Annotated[
+        list[str], typer.Argument(metavar="FLOW...", help="Names, with options, or files; or all.")
+    ],
     model: ModelOption = MODEL_DIR,
-    out: Annotated[Path, typer.Option(help="Directory of the results; what it holds is not asked again.")] = Path(
-        "flows"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Directory of the results; what it holds is not asked again.")
+    ] = Path("flows"),
     length: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 4096,
     scale: Annotated[int, typer.Option(help="Times as many texts.")] = 1,
     context: Annotated[
-        int | None, typer.Option(help="Tokens at which decode steps are timed.", show_default="all that the model has")
+        int | None,
+        typer.Option(
+            help="Tokens at which decode steps are timed.", show_default="all that the model has"
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the texts and questions.")] = 0,
     block: BlockOption = 16,
@@ -90,7 +105,8 @@ def bench_flows(
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
-    """Accuracy in stages (retrieval first, survivors go on) and decode throughput: JSON, a table, a Pareto plot."""
+    """Accuracy in stages (retrieval first, survivors go on) and decode throughput: JSON, a table, a
+    Pareto plot."""
     from kvgraft.decode.flows import DENSE, FLOWS
     from kvgraft.evaluate import flows as judging
     from kvgraft.evaluate.decoding import speedups
@@ -100,9 +116,14 @@ def bench_flows(
     engine = load(model, dtype=dtype, device=device, block_size=block)
     context = engine.max_length if context is None else context
     if not 2 < context <= engine.max_length:
-        raise ValueError(f"--context must be from 3 to {engine.max_length}, the positions of this model, got {context}")
+        raise ValueError(
+            f"--context must be from 3 to {engine.max_length}, the positions of this model, got "
+            f"{context}"
+        )
     with progress_bar(progress_console, "answering") as on_progress:
-        rows = judging.evaluate(engine, wanted, out, seed=seed, length=length, scale=scale, on_progress=on_progress)
+        rows = judging.evaluate(
+            engine, wanted, out, seed=seed, length=length, scale=scale, on_progress=on_progress
+        )
     with progress_console.status("timing decode steps"):
         speed = speedups(engine, [DENSE, *wanted], context - 2)
     summaries = judging.summarise(rows, speed)

@@ -24,27 +24,43 @@ app = typer.Typer(
 )
 MODEL_HELP = "Hugging Face model directory, or a name: `kvgraft models list`."
 ModelOption = Annotated[Path, typer.Option("--model", help=MODEL_HELP, show_default="bundled")]
-ModelArgument = Annotated[Path, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, show_default="bundled")]
+ModelArgument = Annotated[
+    Path, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, show_default="bundled")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 (default: as stored).")]
+DtypeOption = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16 (default: as stored).")
+]
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
 KvOption = Annotated[float, typer.Option("--kv-gib", help="Memory of the KV pool in GiB.")]
 HeadMapOption = Annotated[
     Path | None,
-    typer.Option("--head-map", help="What profile-heads wrote.", show_default="heads.json of the model"),
+    typer.Option(
+        "--head-map", help="What profile-heads wrote.", show_default="heads.json of the model"
+    ),
 ]
 HeadPagingOption = Annotated[
-    bool, typer.Option("--head-paging", help="Keep only sinks and windows of the heads that the map calls local.")
+    bool,
+    typer.Option(
+        "--head-paging", help="Keep only sinks and windows of the heads that the map calls local."
+    ),
 ]
 ChatOption = Annotated[
     bool | None,
-    typer.Option(help="Write prompts of real text in the chat template of the model.", show_default="if it has one"),
+    typer.Option(
+        help="Write prompts of real text in the chat template of the model.",
+        show_default="if it has one",
+    ),
 ]
 ScoresOnlyOption = Annotated[
-    bool, typer.Option("--scores-only", help="Do not measure answers along that of full: half the time.")
+    bool,
+    typer.Option("--scores-only", help="Do not measure answers along that of full: half the time."),
 ]
 OrderNoiseOption = Annotated[
-    bool, typer.Option("--order-noise", help="Also ask full with the reused segments in other orders: the unit.")
+    bool,
+    typer.Option(
+        "--order-noise", help="Also ask full with the reused segments in other orders: the unit."
+    ),
 ]
 console = Console()
 progress_console = Console(stderr=True)
@@ -59,7 +75,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Reuse the KV cache of any text a model has already read, at any position, in any order."""
@@ -93,10 +112,12 @@ def show(value: Any, table: "RenderableType", *, as_json: bool) -> None:
 
 
 def check_output(path: Path | None, option: str = "--out") -> None:
-    """Refuse, before anything takes time, what could not be written in the end; None: nothing is to be written.
+    """Refuse, before anything takes time, what could not be written in the end; None: nothing is to
+    be written.
 
     Raises:
-        OSError: there is no such directory, or no file can be written there; the message names the option.
+        OSError: there is no such directory, or no file can be written there; the message names the
+            option.
     """
     if path is None:
         return

@@ -18,7 +18,8 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 
 @app.command(context_settings=PASSED_ON)
 def serve(context: typer.Context) -> None:
-    """The OpenAI API by vLLM, with reuse: `kvgraft serve [MODEL] \\[any vLLM flag]`, see `kvgraft serve --help`."""
+    """The OpenAI API by vLLM, with reuse: `kvgraft serve [MODEL] \\[any vLLM flag]`, see `kvgraft
+    serve --help`."""
     from kvgraft.vllm.server.checks import check_arguments, help_text
 
     arguments = context.args
@@ -27,7 +28,8 @@ def serve(context: typer.Context) -> None:
         return
 
     wants_summary = check_arguments(arguments).check
-    if wants_summary:  # the logger of vLLM is made when it is imported; JSON must stand alone on stdout
+    # the logger of vLLM is made when it is imported; JSON must stand alone on stdout
+    if wants_summary:
         os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:

@@ -27,36 +27,64 @@ ROUTERS = "random,least-loaded,prefix-aware,segment-aware"
 def simulate(
     trace: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[TRACE...]", help="Recorded requests, as `kvgraft analyze` reads them."),
+        typer.Argument(
+            metavar="[TRACE...]", help="Recorded requests, as `kvgraft analyze` reads them."
+        ),
     ] = None,
-    generated: Annotated[str, typer.Option(help="Instead of a trace: rag, chat or mixed.", show_default=False)] = "",
+    generated: Annotated[
+        str, typer.Option(help="Instead of a trace: rag, chat or mixed.", show_default=False)
+    ] = "",
     servers: Annotated[str, typer.Option(help="How many, by commas.")] = "2,8",
     routers: Annotated[str, typer.Option(help="By commas.")] = ROUTERS,
-    pool: Annotated[str, typer.Option(help="Tokens that the KV pool of each server holds.")] = "100K",
-    costs: Annotated[str, typer.Option(help="Seconds of a prefill: tokens, or a file of profile-costs.")] = "tokens",
+    pool: Annotated[
+        str, typer.Option(help="Tokens that the KV pool of each server holds.")
+    ] = "100K",
+    costs: Annotated[
+        str, typer.Option(help="Seconds of a prefill: tokens, or a file of profile-costs.")
+    ] = "tokens",
     tokens_per_second: Annotated[
-        float | None, typer.Option(help="Of a prefill, with --costs tokens.", show_default=f"{TOKENS_PER_SECOND:g}")
+        float | None,
+        typer.Option(
+            help="Of a prefill, with --costs tokens.", show_default=f"{TOKENS_PER_SECOND:g}"
+        ),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(help="Requests a second of the whole fleet.", show_default="a load of .7")
+        float | None,
+        typer.Option(help="Requests a second of the whole fleet.", show_default="a load of .7"),
     ] = None,
     period: Annotated[float, typer.Option(help="Seconds between two sketches of a server.")] = 2.0,
     delay: Annotated[float, typer.Option(help="Seconds until a sketch is known.")] = 0.2,
     requests: Annotated[
-        int | None, typer.Option(help="How many.", show_default="100 a server, 4,000 to 100,000; all of a trace")
+        int | None,
+        typer.Option(
+            help="How many.", show_default="100 a server, 4,000 to 100,000; all of a trace"
+        ),
     ] = None,
-    warm_up: Annotated[float, typer.Option(help="Share of the requests, the first, that is not counted.")] = 0.2,
-    documents: Annotated[int | None, typer.Option(help="Of the generated corpus.", show_default="2000")] = None,
-    question: Annotated[int | None, typer.Option(help="New tokens of generated prompts.", show_default="32")] = None,
+    warm_up: Annotated[
+        float, typer.Option(help="Share of the requests, the first, that is not counted.")
+    ] = 0.2,
+    documents: Annotated[
+        int | None, typer.Option(help="Of the generated corpus.", show_default="2000")
+    ] = None,
+    question: Annotated[
+        int | None, typer.Option(help="New tokens of generated prompts.", show_default="32")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of generated requests and times.", min=0)] = 0,
-    tokenizer: Annotated[Path | None, typer.Option(help="Of a trace.", show_default="pieces of words")] = None,
-    per_session: Annotated[bool, typer.Option("--per-session", help="Sessions of a trace share no text.")] = False,
-    skip_bad_lines: Annotated[bool, typer.Option("--skip-bad-lines", help="Of a trace: go on without them.")] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Of a trace.", show_default="pieces of words")
+    ] = None,
+    per_session: Annotated[
+        bool, typer.Option("--per-session", help="Sessions of a trace share no text.")
+    ] = False,
+    skip_bad_lines: Annotated[
+        bool, typer.Option("--skip-bad-lines", help="Of a trace: go on without them.")
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw it, as PNG.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What routers would make of traffic: reuse and times of up to a thousand servers. No model is needed."""
+    """What routers would make of traffic: reuse and times of up to a thousand servers. No model is
+    needed."""
     check_outputs(plot, html)
     if bool(trace) == bool(generated):
         raise ValueError("name files of a trace, or --generated rag, chat or mixed")
@@ -65,15 +93,24 @@ def simulate(
     from kvgraft.fleet.simulation.traffic import GeneratedTraffic, RecordedTraffic
 
     priced = _priced(costs, tokens_per_second)
-    settings = StudySettings(_numbers(servers), _names(routers), _tokens(pool), priced, period, delay, warm_up=warm_up)
+    settings = StudySettings(
+        _numbers(servers), _names(routers), _tokens(pool), priced, period, delay, warm_up=warm_up
+    )
     traffic: Traffic
     if trace:
         _refuse("of --generated traffic", documents=documents, question=question)
         recorded = _read(trace, tokenizer, skips=skip_bad_lines)
         traffic = RecordedTraffic(recorded, requests, rate, priced, seed, per_session)
     else:
-        _refuse("of a trace", tokenizer=tokenizer, per_session=per_session, skip_bad_lines=skip_bad_lines)
-        traffic = GeneratedTraffic(generated, _shape(generated, documents, question), requests, rate, priced, seed)
+        _refuse(
+            "of a trace",
+            tokenizer=tokenizer,
+            per_session=per_session,
+            skip_bad_lines=skip_bad_lines,
+        )
+        traffic = GeneratedTraffic(
+            generated, _shape(generated, documents, question), requests, rate, priced, seed
+        )
     with progress_bar(progress_console, "simulating") as on_progress:
         study = compare(settings, traffic, on_progress=on_progress)
     _write(study, html, plot, as_json=as_json)
@@ -95,7 +132,9 @@ def _shape(kind: str, documents: int | None, question: int | None) -> "TrafficSh
     if kind not in KINDS:
         raise ValueError(f"--generated {kind!r}: must be {', '.join(KINDS)}")
     given = {"documents": documents, "question_tokens": question}
-    return replace(KINDS[kind], **{name: value for name, value in given.items() if value is not None})
+    return replace(
+        KINDS[kind], **{name: value for name, value in given.items() if value is not None}
+    )
 
 
 def _priced(costs: str, tokens_per_second: float | None) -> "Costs":
@@ -104,7 +143,9 @@ def _priced(costs: str, tokens_per_second: float | None) -> "Costs":
 
     found = find_costs(costs, refuse_measuring)
     if found is not TOKENS and tokens_per_second is not None:
-        raise ValueError(f"--tokens-per-second: --costs {costs} says already how long a prefill takes")
+        raise ValueError(
+            f"--tokens-per-second: --costs {costs} says already how long a prefill takes"
+        )
     return (
         found
         if found is not TOKENS

@@ -25,19 +25,26 @@ SHORT_KEY = 12  # hexadecimal digits in tables
 store_app = typer.Typer(name="store", help="What a store holds on disk.", no_args_is_help=True)
 app.add_typer(store_app)
 DirOption = Annotated[Path, typer.Option("--dir", help="Directory of the store.")]
-KeysArgument = Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys, or what only they begin with.")]
+KeysArgument = Annotated[
+    list[str], typer.Argument(metavar="KEY...", help="Keys, or what only they begin with.")
+]
 
 
 @store_app.command("list")
 def list_chunks(
     directory: DirOption,
-    namespace: Annotated[str | None, typer.Option(help="Only this one's, as it is listed.", show_default="all")] = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="Only this one's, as it is listed.", show_default="all")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """What is stored, least recently used first, and how much of it belongs to whom."""
     with _opened(directory) as store:
         rows = store.list(namespace)
-    sums = {name: _sums(row for row in rows if _namespace(row) == name) for name in sorted({*map(_namespace, rows)})}
+    sums = {
+        name: _sums(row for row in rows if _namespace(row) == name)
+        for name in sorted({*map(_namespace, rows)})
+    }
     total = _sums(rows)
     if as_json:
         print_json({"chunks": [_entry(row) for row in rows], "namespaces": sums, "total": total})
@@ -52,7 +59,10 @@ def show_chunk(
     key: Annotated[str, typer.Argument(metavar="KEY", help="A key, or what only it begins with.")],
     directory: DirOption,
     model: Annotated[
-        Path | None, typer.Option(help="Print the text, too: directory or name of the model that has its tokenizer.")
+        Path | None,
+        typer.Option(
+            help="Print the text, too: directory or name of the model that has its tokenizer."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -90,7 +100,9 @@ def drop_chunks(
     directory: DirOption,
     shared: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Remove them from this shared tier, too, and from all who share it."),
+        typer.Option(
+            metavar="URL", help="Remove them from this shared tier, too, and from all who share it."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -108,13 +120,16 @@ def verify_chunks(directory: DirOption, as_json: JsonOption = False) -> None:
     """Read every chunk and remove those that cannot be used; exit code 1 if there were any."""
     with _opened(directory) as store, progress_bar(progress_console, "verifying") as on_progress:
         counts = store.verify(on_progress)
-    conditions = {condition: counts[condition] for condition in ("whole", "missing", "damaged", "foreign")}
+    conditions = {
+        condition: counts[condition] for condition in ("whole", "missing", "damaged", "foreign")
+    }
     num_removed = counts.total() - counts["whole"]
     if as_json:
         print_json(conditions)
     else:
         console.print(
-            (_listed(conditions) or "nothing is stored") + (f": {num_removed} removed" if num_removed else "")
+            (_listed(conditions) or "nothing is stored")
+            + (f": {num_removed} removed" if num_removed else "")
         )
     if num_removed:
         raise typer.Exit(1)
@@ -124,25 +139,32 @@ def verify_chunks(directory: DirOption, as_json: JsonOption = False) -> None:
 def collect_garbage(
     directory: DirOption,
     disk_gib: Annotated[
-        float | None, typer.Option(help="Evict the least recently used above so much.", show_default="no limit")
+        float | None,
+        typer.Option(help="Evict the least recently used above so much.", show_default="no limit"),
     ] = None,
     quota: Annotated[
-        float | None, typer.Option(help="Share of it that one namespace may take.", show_default="1")
+        float | None,
+        typer.Option(help="Share of it that one namespace may take.", show_default="1"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove what killed processes have left, and what is too much; nobody may be using the directory."""
+    """Remove what killed processes have left, and what is too much; nobody may be using the
+    directory."""
     if disk_gib is not None:
         require_amount("--disk-gib", disk_gib)
     elif quota is not None:
         raise ValueError(f"--quota {quota} is a share of --disk-gib: give that, too")
     with _opened(directory) as store:
-        counts = store.gc(None if disk_gib is None else int(disk_gib * 2**30), 1.0 if quota is None else quota)
+        counts = store.gc(
+            None if disk_gib is None else int(disk_gib * 2**30), 1.0 if quota is None else quota
+        )
     removed = {what: counts[what] for what in ("temporaries", "orphans", "missing", "evicted")}
     if as_json:
         print_json(removed)
     else:
-        console.print(f"removed: {_listed(removed)}" if any(removed.values()) else "nothing to remove")
+        console.print(
+            f"removed: {_listed(removed)}" if any(removed.values()) else "nothing to remove"
+        )
 
 
 @contextmanager
@@ -170,23 +192,29 @@ def _find(store: StoreDirectory, keys: Iterable[str]) -> list[CatalogueRow]:
 
 
 def _remove_shared(rows: Iterable[CatalogueRow], directory: Path, url: str) -> None:
-    """Remove chunks from the shared tier of servers with this directory, which may be that of a rank; ValueError if
-    that cannot be done."""
+    """Remove chunks from the shared tier of servers with this directory, which may be that of a
+    rank; ValueError if that cannot be done."""
     rank = directory.name.removeprefix("rank-") if directory.name.startswith("rank-") else None
     base = directory if rank is None else directory.parent
     if given_secret() is None and not (base / "secret").exists():
         raise ValueError(f"{base} has no secret: set {CACHE_SECRET} to that of the servers")
-    options = StoreOptions(base, shared_url=url, shared_timeout_s=30.0, rank=None if rank is None else int(rank))
+    options = StoreOptions(
+        base, shared_url=url, shared_timeout_s=30.0, rank=None if rank is None else int(rank)
+    )
     try:
         if options.sharing is not None:
             options.sharing.remove(row.record for row in rows)
     except Exception as error:  # whatever the client raises
-        raise ValueError(f"the shared tier cannot be used, nothing was dropped: {error!r}") from error
+        raise ValueError(
+            f"the shared tier cannot be used, nothing was dropped: {error!r}"
+        ) from error
 
 
 def _set_pinned(keys: list[str], directory: Path, pinned: bool, as_json: bool) -> None:
     with _opened(directory) as store:
-        rows = [replace(store.pin(row.key.hex(), pinned), pinned=pinned) for row in _find(store, keys)]
+        rows = [
+            replace(store.pin(row.key.hex(), pinned), pinned=pinned) for row in _find(store, keys)
+        ]
     _tell(rows, "pinned" if pinned else "not pinned", as_json)
 
 
@@ -197,7 +225,9 @@ def _tell(rows: Sequence[CatalogueRow], what: str, as_json: bool) -> None:
         return
     for row in rows:
         tokens = len(row.record.chunk.tokens)
-        console.print(_printable(f"{row.key.hex()[:SHORT_KEY]} {what}: {tokens} tokens of {_namespace(row)}"))
+        console.print(
+            _printable(f"{row.key.hex()[:SHORT_KEY]} {what}: {tokens} tokens of {_namespace(row)}")
+        )
 
 
 def _listed(counts: dict[str, int]) -> str:
@@ -212,7 +242,8 @@ def _entry(row: CatalogueRow) -> dict[str, Any]:
     """A chunk in one line; times in seconds since the epoch."""
     chunk = row.record.chunk
     return {
-        "key": row.key.hex(), "namespace": chunk.namespace, "tokens": len(chunk.tokens), "start": chunk.source_start,
+        "key": row.key.hex(), "namespace": chunk.namespace, "tokens": len(chunk.tokens),
+        "start": chunk.source_start,
         "bytes": row.num_bytes, "pinned": row.pinned, "created": row.created, "used": row.used,
     }  # fmt: skip
 
@@ -221,27 +252,38 @@ def _details(row: CatalogueRow) -> dict[str, Any]:
     """As `_entry`, and all that is behind it but the tokens."""
     chunk = row.record.chunk
     return _entry(row) | {
-        "blocks": chunk.num_blocks, "block_size": chunk.block_size, "source": chunk.source, "int8": row.record.int8,
-        "tensors": {name: f"{dtype} {list(shape)}" for name, (dtype, shape) in row.record.tensors.items()},
+        "blocks": chunk.num_blocks, "block_size": chunk.block_size, "source": chunk.source,
+        "int8": row.record.int8,
+        "tensors": {name: f"{dtype} {list(shape)}" for name, (dtype,
+        shape) in row.record.tensors.items()},
         "scope": chunk.scope.hex(), "chain": chunk.chains[-1].hex(), "digest": row.digest.hex(),
     }  # fmt: skip
 
 
 def _sums(rows: Iterable[CatalogueRow]) -> dict[str, int]:
     entries = [_entry(row) for row in rows]
-    return {"chunks": len(entries)} | {name: sum(e[name] for e in entries) for name in ("tokens", "bytes", "pinned")}
+    return {"chunks": len(entries)} | {
+        name: sum(e[name] for e in entries) for name in ("tokens", "bytes", "pinned")
+    }
 
 
 def _table(rows: Iterable[CatalogueRow], now: float) -> Table:
-    table = Table("key", Column("namespace", overflow="fold"), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        "key", Column("namespace", overflow="fold"), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for name in ("tokens", "start", "MiB", "pinned", "created", "last used"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         entry = _entry(row)
-        key, namespace = Text(entry["key"][:SHORT_KEY], no_wrap=True), _printable(entry["namespace"])
+        key, namespace = (
+            Text(entry["key"][:SHORT_KEY], no_wrap=True),
+            _printable(entry["namespace"]),
+        )
         size, pinned = f"{entry['bytes'] / 2**20:.2f}", "yes" if row.pinned else ""
         times = _ago(now - row.created), _ago(now - row.used)
-        table.add_row(key, namespace, str(entry["tokens"]), str(entry["start"]), size, pinned, *times)
+        table.add_row(
+            key, namespace, str(entry["tokens"]), str(entry["start"]), size, pinned, *times
+        )
     return table
 
 
@@ -249,9 +291,13 @@ def _sums_table(sums: dict[str, dict[str, int]], total: dict[str, int]) -> Table
     first = Column("namespace", "total", overflow="fold")
     table = Table(first, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_footer=True)
     for name, value in total.items():
-        table.add_column("MiB" if name == "bytes" else name, _amount(name, value), justify="right", no_wrap=True)
+        table.add_column(
+            "MiB" if name == "bytes" else name, _amount(name, value), justify="right", no_wrap=True
+        )
     for namespace, mine in sums.items():
-        table.add_row(_printable(namespace), *(_amount(name, value) for name, value in mine.items()))
+        table.add_row(
+            _printable(namespace), *(_amount(name, value) for name, value in mine.items())
+        )
     return table
 
 
@@ -281,10 +327,14 @@ def _text(row: CatalogueRow, model: Path) -> str:
 
     tokenizer, tokens = load_tokenizer(find(model)), row.record.chunk.tokens
     if (last := int(tokens.max())) >= len(tokenizer):
-        raise ValueError(f"token {last} is none of the {len(tokenizer)} of {model}: another model has read this")
+        raise ValueError(
+            f"token {last} is none of the {len(tokenizer)} of {model}: another model has read this"
+        )
     return str(tokenizer.decode(tokens.tolist()))
 
 
 def _printable(text: str) -> Text:
     """What others wrote, without what a terminal would take for a command."""
-    return Text("".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text))
+    return Text(
+        "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    )

@@ -38,21 +38,29 @@ BLOCK_SIZE = 16  # that the engine has unless told otherwise, too
 
 @app.command("eval")
 def evaluate(
-    suite: Annotated[str, typer.Option(help="By commas: all, ruler, ..., docs, alike or files (.json, .jsonl).")],
-    policies: Annotated[str, typer.Option(help="Policies, by semicolons or, without options, by commas.")] = (
-        "full,naive,epic,cacheblend,prophet,sparsex,transitive,spread"
-    ),
+    suite: Annotated[
+        str, typer.Option(help="By commas: all, ruler, ..., docs, alike or files (.json, .jsonl).")
+    ],
+    policies: Annotated[
+        str, typer.Option(help="Policies, by semicolons or, without options, by commas.")
+    ] = ("full,naive,epic,cacheblend,prophet,sparsex,transitive,spread"),
     model: ModelOption = MODEL_DIR,
-    host: Annotated[str, typer.Option(help="native, vllm (a server of its own), or the URL of a server.")] = "native",
-    out: Annotated[Path, typer.Option(help="Directory of the results; one that holds a part is continued.")] = Path(
-        "results"
-    ),
+    host: Annotated[
+        str, typer.Option(help="native, vllm (a server of its own), or the URL of a server.")
+    ] = "native",
+    out: Annotated[
+        Path, typer.Option(help="Directory of the results; one that holds a part is continued.")
+    ] = Path("results"),
     lengths: Annotated[str, typer.Option(help="Tokens of a prompt, by commas.")] = "1024",
     segments: Annotated[int, typer.Option(help="Reused segments of a prompt.")] = 8,
-    patterns: Annotated[str, typer.Option(help=f"Ways of reuse, by commas, of {', '.join(PATTERNS)}.")] = "all",
+    patterns: Annotated[
+        str, typer.Option(help=f"Ways of reuse, by commas, of {', '.join(PATTERNS)}.")
+    ] = "all",
     items: Annotated[int, typer.Option(help="Texts a task, each with up to four questions.")] = 12,
     seed: Annotated[int, typer.Option(help="Of the texts and questions.")] = 1000,
-    split: Annotated[str, typer.Option(help=f"Of real text (docs, files): {', '.join(SPLITS)}.")] = "all",
+    split: Annotated[
+        str, typer.Option(help=f"Of real text (docs, files): {', '.join(SPLITS)}.")
+    ] = "all",
     chat: ChatOption = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
@@ -63,7 +71,8 @@ def evaluate(
     scores_only: ScoresOnlyOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Quality and speed of policies on task suites: tables, plots, one line of JSON for each answer."""
+    """Quality and speed of policies on task suites: tables, plots, one line of JSON for each
+    answer."""
     from kvgraft.evaluate import plots, results, runner  # matplotlib takes a second to load
     from kvgraft.evaluate.hosts import open_host
 
@@ -94,7 +103,9 @@ def evaluate(
     else:
         console.print(results.render(rows))
         console.print(
-            f"[dim]{out}: {runner.ROWS}, tables.md, {', '.join(path.name for path in pictures)}[/dim]", soft_wrap=True
+            f"[dim]{out}: {runner.ROWS}, tables.md, "
+            f"{', '.join(path.name for path in pictures)}[/dim]",
+            soft_wrap=True,
         )
 
 
@@ -102,17 +113,21 @@ def evaluate(
 def layers(
     model: ModelOption = MODEL_DIR,
     texts: Annotated[int, typer.Option(help="Texts with a needle.")] = 20,
-    out: Annotated[Path | None, typer.Option(help="Directory for pictures of the first text.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for pictures of the first text.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the first text.")] = 0,
     english: Annotated[
-        bool | None, typer.Option(help="Texts in English.", show_default="for any model but the bundled one")
+        bool | None,
+        typer.Option(help="Texts in English.", show_default="for any model but the bundled one"),
     ] = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     kv_gib: KvOption = 2.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Which layer of a model finds a needle, by KV deviation and by attention; and so the probe of `transitive`."""
+    """Which layer of a model finds a needle, by KV deviation and by attention; and so the probe of
+    `transitive`."""
     from kvgraft.evaluate import layers as finding
     from kvgraft.evaluate.needles import english_needle, fact_needle
 
@@ -137,9 +152,12 @@ def layers(
 @app.command("profile-heads")
 def profile_heads(
     model: ModelArgument = MODEL_DIR,
-    out: Annotated[Path | None, typer.Option(help="Where the map goes.", show_default="MODEL/heads.json")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the map goes.", show_default="MODEL/heads.json")
+    ] = None,
     share: Annotated[
-        float | None, typer.Option(help="Of the KV heads, that keep everything.", show_default="0.15")
+        float | None,
+        typer.Option(help="Of the KV heads, that keep everything.", show_default="0.15"),
     ] = None,
     threshold: Annotated[
         float | None,
@@ -148,8 +166,8 @@ def profile_heads(
     by: Annotated[
         str,
         typer.Option(
-            help="effect: how much the next token changes if the head sees sinks and window only. far-mass: its "
-            "attention outside them (faster, and often misleading)."
+            help="effect: how much the next token changes if the head sees sinks and window "
+            "only. far-mass: its attention outside them (faster, and often misleading)."
         ),
     ] = "effect",
     window: Annotated[int, typer.Option(help="Last tokens that local heads see.")] = 256,
@@ -157,15 +175,19 @@ def profile_heads(
     samples: Annotated[int, typer.Option(help="Texts, each behind two prefixes.")] = 24,
     length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 1024,
     text: Annotated[
-        list[Path] | None, typer.Option(help="Read these files instead of the testbed's prompts (repeatable).")
+        list[Path] | None,
+        typer.Option(help="Read these files instead of the testbed's prompts (repeatable)."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw the heads: layers by heads, as PNG.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the heads: layers by heads, as PNG.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the testbed's prompts.")] = 0,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
-    """Which KV heads of a model need the whole context: a map for `redknot` and for --head-paging."""
+    """Which KV heads of a model need the whole context: a map for `redknot` and for
+    --head-paging."""
     from kvgraft.evaluate import heads
     from kvgraft.kv.heads import HEAD_MAP_FILE
 
@@ -184,7 +206,8 @@ def profile_heads(
     with progress_bar(progress_console, "profiling") as on_progress:
         measure: Any = by
         profile = heads.profile(
-            engine, chosen, sinks=sinks, window=window, share=share, threshold=threshold, by=measure,
+            engine, chosen, sinks=sinks, window=window, share=share, threshold=threshold,
+            by=measure,
             on_progress=on_progress,
         )  # fmt: skip
     show(profile, heads.render(profile), as_json=as_json)
@@ -200,17 +223,27 @@ def profile_heads(
 @app.command("profile-layers")
 def profile_layers(
     model: ModelArgument = MODEL_DIR,
-    out: Annotated[Path | None, typer.Option(help="Where the profile goes.", show_default="MODEL/layers.json")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the profile goes.", show_default="MODEL/layers.json")
+    ] = None,
     threshold: Annotated[
-        float, typer.Option(help="Share of the best layer's score that makes a layer of the upper half stable.")
+        float,
+        typer.Option(
+            help="Share of the best layer's score that makes a layer of the upper half stable."
+        ),
     ] = 0.5,
     texts: Annotated[int, typer.Option(help="Texts of each suite or file.")] = 12,
     length: Annotated[int, typer.Option(help="Tokens of a text.")] = 1024,
-    block: Annotated[int, typer.Option(help="Tokens of a block: of a text at least 14 are wanted.")] = 16,
+    block: Annotated[
+        int, typer.Option(help="Tokens of a block: of a text at least 14 are wanted.")
+    ] = 16,
     text: Annotated[
-        list[Path] | None, typer.Option(help="Read these files instead of the testbed's texts (repeatable).")
+        list[Path] | None,
+        typer.Option(help="Read these files instead of the testbed's texts (repeatable)."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw the scores of all layers, as PNG.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the scores of all layers, as PNG.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the testbed's texts.")] = 0,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
@@ -228,12 +261,18 @@ def profile_layers(
         named = {path.name: path.read_text(encoding="utf-8") for path in text}
         chosen = layer_profile.user_texts(engine, named, count=texts, length=length, block=block)
     else:
-        chosen = layer_profile.generated_texts(engine, seed=seed, count=texts, length=length, block=block)
+        chosen = layer_profile.generated_texts(
+            engine, seed=seed, count=texts, length=length, block=block
+        )
     with progress_bar(progress_console, "profiling") as on_progress:
         survey = layer_profile.survey(engine, chosen, block, on_progress)
     profiled = layer_profile.profile(engine.config.identity, survey, threshold)
     scores = {name: scores.tolist() for name, scores in survey.items()}
-    show({"profile": profiled, "texts": scores}, layer_profile.render(survey, profiled), as_json=as_json)
+    show(
+        {"profile": profiled, "texts": scores},
+        layer_profile.render(survey, profiled),
+        as_json=as_json,
+    )
     profiled.save(out)
     if plot is not None:
         from kvgraft.evaluate.plots import write_layer_profile  # matplotlib takes a second to load
@@ -246,7 +285,9 @@ def profile_layers(
 @app.command("profile-costs")
 def profile_costs(
     model: ModelArgument = MODEL_DIR,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the costs go.")] = Path("costs.json"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the costs go.")] = Path(
+        "costs.json"
+    ),
     recomputed_share: Annotated[
         float, typer.Option(help="Of grafted tokens, that is computed again: for the table only.")
     ] = 0.15,
@@ -254,7 +295,8 @@ def profile_costs(
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
-    """How long this machine takes to compute and to graft: a file for Engine(costs=...) and for `analyze --costs`."""
+    """How long this machine takes to compute and to graft: a file for Engine(costs=...) and for
+    `analyze --costs`."""
     check_output(out)
     require_share("--recomputed-share", recomputed_share)
     from kvgraft.evaluate import cost_profile
@@ -278,4 +320,6 @@ def _parse_lengths(text: str) -> list[int]:
     try:
         return [int(part) for part in _split(text, ",")]
     except ValueError:
-        raise ValueError(f"lengths must be numbers of tokens, separated by commas, got {text!r}") from None
+        raise ValueError(
+            f"lengths must be numbers of tokens, separated by commas, got {text!r}"
+        ) from None

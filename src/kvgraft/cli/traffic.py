@@ -19,22 +19,36 @@ UNITS = {"K": 10**3, "M": 10**6, "G": 10**9}
 def analyze(
     trace: Annotated[
         list[Path],
-        typer.Argument(metavar="TRACE...", help="Files or directories: OpenAI requests as JSONL, vLLM's log, texts."),
+        typer.Argument(
+            metavar="TRACE...",
+            help="Files or directories: OpenAI requests as JSONL, vLLM's log, texts.",
+        ),
     ],
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="Directory of the tokenizer, or a model's name.", show_default="pieces of words"),
+        typer.Option(
+            help="Directory of the tokenizer, or a model's name.", show_default="pieces of words"
+        ),
     ] = None,
     pool: Annotated[
         str, typer.Option(help="Tokens that the KV pool holds, by commas: 500K,4M,unlimited.")
     ] = "unlimited",
-    per_session: Annotated[bool, typer.Option("--per-session", help="Every session has a cache of its own.")] = False,
+    per_session: Annotated[
+        bool, typer.Option("--per-session", help="Every session has a cache of its own.")
+    ] = False,
     match: Annotated[str, typer.Option(help="exact, or similar: near-duplicates, too.")] = "exact",
     max_depth: Annotated[
-        int | None, typer.Option(help="Of what is grafted from: 0 is exact KV only.", show_default="no limit")
+        int | None,
+        typer.Option(help="Of what is grafted from: 0 is exact KV only.", show_default="no limit"),
     ] = None,
     costs: Annotated[
-        str, typer.Option(help="Decide what to graft: tokens, or a file of profile-costs, which gives seconds, too.")
+        str,
+        typer.Option(
+            help=(
+                "Decide what to graft: tokens, or a file of profile-costs, which gives seconds, "
+                "too."
+            )
+        ),
     ] = "tokens",
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
     skip_bad_lines: Annotated[
@@ -44,7 +58,8 @@ def analyze(
     html: Annotated[Path | None, typer.Option(help="Write a page with all requests.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What reuse would give to recorded traffic: tokens by where their KV comes from. No model is needed."""
+    """What reuse would give to recorded traffic: tokens by where their KV comes from. No model is
+    needed."""
     check_outputs(plot, html)
     pools = [parse_pool(part) for part in pool.split(",")]
     from kvgraft.evaluate.traffic.analysis import analyse
@@ -59,13 +74,22 @@ def analyze(
     reader = open_tokens(None if tokenizer is None else find(tokenizer))
     depth, similarity = MAX_DEPTH if max_depth is None else max_depth, parse_match(match)
     settings = ReplaySettings(
-        block_size, depth, find_costs(costs, refuse_measuring), similarity=similarity, anchors=reader.anchors
+        block_size,
+        depth,
+        find_costs(costs, refuse_measuring),
+        similarity=similarity,
+        anchors=reader.anchors,
     )
     with progress_bar(progress_console, "reading") as on_progress:
         traced = read_trace(trace, reader, skip_bad_lines=skip_bad_lines, on_progress=on_progress)
     with progress_bar(progress_console, "replaying") as on_progress:
         analysed = analyse(
-            traced, settings, pools, per_session=per_session, tokenizer=reader.name, on_progress=on_progress
+            traced,
+            settings,
+            pools,
+            per_session=per_session,
+            tokenizer=reader.name,
+            on_progress=on_progress,
         )
     show(analysed.analysis, render(analysed.analysis), as_json=as_json)
     _write(analysed, html, plot)
@@ -113,4 +137,7 @@ def check_outputs(plot: Path | None, html: Path | None) -> None:
 
 def refuse_measuring() -> NoReturn:
     """Costs are measured of a model."""
-    raise ValueError("--costs measured: no model runs here; give tokens, or a file that profile-costs has written")
+    raise ValueError(
+        "--costs measured: no model runs here; give tokens, or a file that profile-costs has "
+        "written"
+    )

@@ -1,4 +1,5 @@
-"""The sequences of a step, where their blocks lie, and the block tables that paged attention takes."""
+"""The sequences of a step, where their blocks lie, and the block tables that paged attention
+takes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ class Part:
     Attributes:
         rows: which of the batch.
         num_blocks: that are full, of the longest.
-        spacing: the first row and the distance from one sequence's to the next's, if the rows of each follow one
-            another and all sequences are equally far apart: then they can be read where they are.
+        spacing: the first row and the distance from one sequence's to the next's, if the rows of
+            each follow one another and all sequences are equally far apart: then they can be read
+            where they are.
     """
 
     rows: slice
@@ -32,12 +34,15 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The sequences of a step, one for each KV head of each request. What all layers share is made of them once.
+    """The sequences of a step, one for each KV head of each request. What all layers share is made
+    of them once.
 
     Attributes:
-        rows: int64 [S, T], the row of each block in the caches [rows, ...]; any row behind the last block.
-        tokens: int64 [S] on the CPU, of each sequence; beside the rows if the host does not know them: then what
-            follows from them is computed there, in shapes that depend on `rows` alone.
+        rows: int64 [S, T], the row of each block in the caches [rows, ...]; any row behind the last
+            block.
+        tokens: int64 [S] on the CPU, of each sequence; beside the rows if the host does not know
+            them: then what follows from them is computed there, in shapes that depend on `rows`
+            alone.
     """
 
     rows: Tensor
@@ -56,7 +61,8 @@ class Batch:
 
     @cached_property
     def filled(self) -> Tensor:
-        """int64 [S] beside the rows, those that are full: B. Only they have entries in the caches of a flow."""
+        """int64 [S] beside the rows, those that are full: B. Only they have entries in the caches
+        of a flow."""
         return upload(self.rows.device, self.tokens // self.block_size)[0]
 
     @cached_property
@@ -67,7 +73,9 @@ class Batch:
     @cached_property
     def num_blocks(self) -> int:
         """B of the longest, or more if the host does not know."""
-        return int(self.tokens.max()) // self.block_size if self.tokens.is_cpu else self.rows.shape[1]
+        return (
+            int(self.tokens.max()) // self.block_size if self.tokens.is_cpu else self.rows.shape[1]
+        )
 
     @cached_property
     def work(self) -> Lengths:
@@ -90,7 +98,8 @@ class Batch:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The sequences that have full blocks, so that little is padded where each part is computed by itself."""
+        """The sequences that have full blocks, so that little is padded where each part is computed
+        by itself."""
         return tuple(
             Part(rows, most, _spacing(self.rows[rows, :most]))
             for rows, most in parts_of((self.tokens // self.block_size).tolist())
@@ -125,26 +134,33 @@ def static_selection(selection: Sequence[int | NumBlocks], batch: Batch) -> Tens
 
 @cache
 def _places(selection: tuple[int | NumBlocks, ...], device: torch.device) -> Tensor:
-    """int64 [2, n]: of each block its distance from the beginning or, where the second is 1, from the end."""
-    places = [(block, block < 0) if isinstance(block, int) else (block.offset, True) for block in selection]
+    """int64 [2, n]: of each block its distance from the beginning or, where the second is 1, from
+    the end."""
+    places = [
+        (block, block < 0) if isinstance(block, int) else (block.offset, True)
+        for block in selection
+    ]
     return upload(device, torch.tensor(places).T.contiguous())[0]
 
 
 def tables(selection: Tensor, batch: Batch, flow: Flow) -> tuple[Tensor, Tensor]:
-    """Block tables of what a flow chose and of what is attended to in any case, as paged attention takes them.
+    """Block tables of what a flow chose and of what is attended to in any case, as paged attention
+    takes them.
 
     Args:
         selection: int64 [S, n], -1 for none.
 
     Returns:
-        The rows of the blocks int64 [S, m], in order, each once, then the last one again; and how many tokens they
-        hold, int64 [S].
+        The rows of the blocks int64 [S, m], in order, each once, then the last one again; and how
+        many tokens they hold, int64 [S].
     """
     behind, device = batch.totals[:, None], selection.device  # sorts behind every block
     last = (behind - 1).clamp(min=0)
     always = torch.arange(-flow.LAST, flow.FIRST, device=device)
     fixed = torch.where(always < 0, always + behind, always).clamp(min=0).minimum(last)
-    every = torch.cat((fixed, torch.where(selection < 0, behind, selection)), dim=1).sort(dim=1).values
+    every = (
+        torch.cat((fixed, torch.where(selection < 0, behind, selection)), dim=1).sort(dim=1).values
+    )
     again = torch.nn.functional.pad(every[:, 1:] == every[:, :-1], (1, 0))
     every = torch.where(again, behind, every).sort(dim=1).values
     lengths = (every < behind).sum(1) * batch.block_size - batch.unwritten

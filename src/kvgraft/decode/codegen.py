@@ -1,9 +1,10 @@
-"""Triton source for a group of operators that go block by block or need no blocks (Vortex, section 5.1).
+"""Triton source for a group of operators that go block by block or need no blocks (Vortex, section
+5.1).
 
-A program of the kernel takes its share of all sequences' blocks, a tile of one sequence's at a time, through all
-operators of the group, in registers: what the group reads is read once, and only what others need is written. A value
-[1, B, ...] is a tensor [tile, ...] there, whose other axes are padded to powers of two, as Triton wants them; operators
-that look along an axis mask its padding.
+A program of the kernel takes its share of all sequences' blocks, a tile of one sequence's at a
+time, through all operators of the group, in registers: what the group reads is read once, and only
+what others need is written. A value [1, B, ...] is a tensor [tile, ...] there, whose other axes are
+padded to powers of two, as Triton wants them; operators that look along an axis mask its padding.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ HEAD = "import triton\nimport triton.language as tl\n\n\n@triton.jit\n"
 
 _SHARE = """\
     program = tl.program_id(0)
-    for chunk in tl.range(tl.load(programs + program), tl.load(programs + program + 1), num_stages=1):
+    first, last = tl.load(programs + program), tl.load(programs + program + 1)
+    for chunk in tl.range(first, last, num_stages=1):
         s = tl.load(chunks + 3 * chunk).to(tl.int64)
         begin = tl.load(chunks + 3 * chunk + 1)
         end = begin + tl.load(chunks + 3 * chunk + 2)
@@ -39,13 +41,15 @@ class Source:
     """A kernel.
 
     Attributes:
-        text: of a module. Arguments of its function: the inputs and outputs, then, if there are blocks, the table
-            int64 [S, B], its distance from row to row, the blocks of each sequence, int64 [S], the chunks and
-            programs of a `Workload` of tiles, and Hkv; then the strides of every input and output. Programs: those of
-            the workload, or sequences.
-        inputs: tensors that it reads: the query [S, g, d], keys and values [blocks, Hkv, b, d], whose row r is head
-            r % Hkv of block r // Hkv, other caches [rows, ...], other groups' values [S, ...].
-        outputs: what it writes: values [S, ...], or of forward_cache what becomes of caches [rows, ...].
+        text: of a module. Arguments of its function: the inputs and outputs, then, if there are
+            blocks, the table int64 [S, B], its distance from row to row, the blocks of each
+            sequence, int64 [S], the chunks and programs of a `Workload` of tiles, and Hkv; then the
+            strides of every input and output. Programs: those of the workload, or sequences.
+        inputs: tensors that it reads: the query [S, g, d], keys and values [blocks, Hkv, b, d],
+            whose row r is head r % Hkv of block r // Hkv, other caches [rows, ...], other groups'
+            values [S, ...].
+        outputs: what it writes: values [S, ...], or of forward_cache what becomes of caches [rows,
+            ...].
         tile: blocks that a program takes at a time; 0 without blocks.
     """
 
@@ -72,20 +76,40 @@ def cache_source(program: Program) -> Source | None:
 def _source(group: Group, *, to_caches: bool) -> Source:
     if (largest := max((entries(value) for value in group.values), default=1)) > MOST_ENTRIES:
         raise CannotGenerate(f"{largest} entries of a block do not fit registers")
-    of_blocks = [value for value in group.values if to_caches or template_of(value) is not Template.QUERY]
+    of_blocks = [
+        value for value in group.values if to_caches or template_of(value) is not Template.QUERY
+    ]
     widest = max((entries(value) for value in of_blocks), default=1)
-    tile = min(MOST_BLOCKS, max(1, TILE_ENTRIES // power(widest))) if group.template is Template.CHUNK else 0
+    tile = (
+        min(MOST_BLOCKS, max(1, TILE_ENTRIES // power(widest)))
+        if group.template is Template.CHUNK
+        else 0
+    )
     writer = Writer(tile)
     for value in group.values:
         emit(writer, value)
     for number, value in enumerate(group.outputs):
         writer.store(f"out{number}", value, to_caches)
-    tensors = [(name, len(value.shape) - is_cache(value) + is_of_model(value)) for value, name in writer.inputs.items()]
-    tensors += [(f"out{number}", len(value.shape) - to_caches) for number, value in enumerate(group.outputs)]
-    arguments, head, indent = [name for name, _ in tensors], ["    s = tl.program_id(0).to(tl.int64)"], "    "
+    tensors = [
+        (name, len(value.shape) - is_cache(value) + is_of_model(value))
+        for value, name in writer.inputs.items()
+    ]
+    tensors += [
+        (f"out{number}", len(value.shape) - to_caches) for number, value in enumerate(group.outputs)
+    ]
+    arguments, head, indent = (
+        [name for name, _ in tensors],
+        ["    s = tl.program_id(0).to(tl.int64)"],
+        "    ",
+    )
     if tile:
         arguments += ["table", "table_row", "counts", "chunks", "programs", "heads"]
         head, indent = _SHARE.format(tile=tile).splitlines(), 12 * " "
     arguments += [f"{name}_{axis}" for name, rank in tensors for axis in range(rank)]
     body = "".join(f"{line}\n" for line in [*head, *(indent + line for line in writer.lines)])
-    return Source(f"{HEAD}def {NAME}({', '.join(arguments)}):\n{body}", tuple(writer.inputs), group.outputs, tile)
+    return Source(
+        f"{HEAD}def {NAME}({', '.join(arguments)}):\n{body}",
+        tuple(writer.inputs),
+        group.outputs,
+        tile,
+    )

@@ -28,10 +28,19 @@ def entries(value: Value) -> int:
     """Of the largest tensor that an operator needs for a block."""
     num_entries = math.prod(power(size) for size in value.shape[1:] if isinstance(size, int))
     shapes = [given.shape for given in value.inputs if isinstance(given, Value)]
-    widest = max([num_entries, *(math.prod(power(size) for size in x[1:] if isinstance(size, int)) for x in shapes)])
+    widest = max(
+        [
+            num_entries,
+            *(math.prod(power(size) for size in x[1:] if isinstance(size, int)) for x in shapes),
+        ]
+    )
     if value.made_by.name == "GeMM" and not _dots(value):
         return num_entries * power(_size(_tensor(value), -1))
-    return num_entries * power(_size(value, _axis(value) + 1)) if value.made_by.name == "Conv1d" else widest
+    return (
+        num_entries * power(_size(value, _axis(value) + 1))
+        if value.made_by.name == "Conv1d"
+        else widest
+    )
 
 
 def _dots(value: Value) -> bool:
@@ -65,7 +74,9 @@ def _elementwise(template: str) -> Callable[[Writer, Value], str]:
 
 
 def _where(writer: Writer, value: Value) -> str:
-    sign = {"Eq": "==", "Ne": "!=", "Gt": ">", "Ge": ">=", "Lt": "<", "Le": "<="}[value.made_by.name[-2:]]
+    sign = {"Eq": "==", "Ne": "!=", "Gt": ">", "Ge": ">=", "Lt": "<", "Le": "<="}[
+        value.made_by.name[-2:]
+    ]
     return _elementwise(f"tl.where({{0}} {sign} {{1}}, {{2}}, {{3}})")(writer, value)
 
 
@@ -103,7 +114,10 @@ def _product(writer: Writer, value: Value) -> str:
         inner, columns = writer.shape(y.shape)[-2:]
         rows = f"tl.reshape({a}, {[math.prod(writer.shape(x.shape)[:-1]), inner]})"
         matrix = f"tl.reshape({b}, {[inner, columns]})"
-        return f"tl.reshape(tl.dot({rows}, {matrix}, input_precision='ieee'), {writer.shape(value.shape)})"
+        return (
+            f"tl.reshape(tl.dot({rows}, {matrix}, input_precision='ieee'), "
+            f"{writer.shape(value.shape)})"
+        )
     outer = [":"] * (rank - 2)
     left, right = ", ".join([*outer, ":", ":", "None"]), ", ".join([*outer, "None", ":", ":"])
     return f"tl.sum({a}[{left}] * {b}[{right}], {rank - 1})"
@@ -135,7 +149,9 @@ def _conv1d(writer: Writer, value: Value) -> str:
     """Along an axis that is not over blocks: a product with a band matrix."""
     axis, rank, weights = _axis(value), len(value.shape) - 1, value.options["kernel"]
     x, size = writer.masked(_tensor(value), axis, 0.0), _size(value, axis + 1)
-    apart = writer.let(f"{writer.index(size, axis, rank + 1)} - {writer.index(size, axis + 1, rank + 1)}")
+    apart = writer.let(
+        f"{writer.index(size, axis, rank + 1)} - {writer.index(size, axis + 1, rank + 1)}"
+    )
     band = "0.0"
     for at, weight in enumerate(weights):
         band = f"tl.where({apart} == {at - len(weights) // 2}, {number(weight)}, {band})"
@@ -152,7 +168,9 @@ def _reshape(writer: Writer, value: Value) -> str:
 
 def _transpose(writer: Writer, value: Value) -> str:
     rank = len(value.shape) - 1
-    return f"tl.permute({writer.operand(value.inputs[0])}, {[*range(rank - 2), rank - 1, rank - 2]})"
+    return (
+        f"tl.permute({writer.operand(value.inputs[0])}, {[*range(rank - 2), rank - 1, rank - 2]})"
+    )
 
 
 def _mask_slice(writer: Writer, value: Value) -> str:
@@ -165,7 +183,10 @@ def _mask_slice(writer: Writer, value: Value) -> str:
 
 
 def _fill(writer: Writer, value: Value) -> str:
-    return f"tl.full({writer.shape(value.shape)}, {number(value.options.get('value', 0.0))}, tl.float32)"
+    return (
+        f"tl.full({writer.shape(value.shape)}, {number(value.options.get('value', 0.0))}, "
+        "tl.float32)"
+    )
 
 
 def _require_powers(*values: Value | float) -> None:

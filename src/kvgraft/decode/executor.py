@@ -1,9 +1,9 @@
 """Runs the groups of a flow: all sequences of a step at once.
 
-In batched torch a group that works block by block takes a chunk of blocks at a time, one that fits a cache, of
-sequences of similar length. On CUDA with Triton such groups are generated kernels, whose programs have equal shares of
-all blocks. What looks across blocks is padded to the longest sequence: by then a block is a few numbers.
-"""
+In batched torch a group that works block by block takes a chunk of blocks at a time, one that fits
+a cache, of sequences of similar length. On CUDA with Triton such groups are generated kernels,
+whose programs have equal shares of all blocks. What looks across blocks is padded to the longest
+sequence: by then a block is a few numbers."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +40,8 @@ class Paged(Protocol):
 
 @dataclass(frozen=True)
 class HeadPages:
-    """Keys or values whose heads do not all lie equally far apart, by row: row r is head r % Hkv of block r // Hkv.
+    """Keys or values whose heads do not all lie equally far apart, by row: row r is head r % Hkv of
+    block r // Hkv.
 
     Attributes:
         by_block: [blocks, Hkv, b, d], with any strides but for the last, which is 1.
@@ -58,7 +59,8 @@ class HeadPages:
         return self.by_block[rows // heads, rows % heads]
 
 
-Pool = Mapping[str, Any]  # by name: k and v as `Paged`, the flow's own caches as tensors [rows, ...]
+# by name: k and v as `Paged`, the flow's own caches as tensors [rows, ...]
+Pool = Mapping[str, Any]
 
 
 def select(
@@ -75,7 +77,8 @@ def select(
     Args:
         query: [S, g, d].
         pool: what the flow saves is changed.
-        implementation: of what works block by block: cpu (batched torch) | triton; by default the device decides.
+        implementation: of what works block by block: cpu (batched torch) | triton; by default the
+            device decides.
 
     Returns:
         int64 [S, n], -1 for none; some may be those that are always attended to.
@@ -83,7 +86,9 @@ def select(
     if not isinstance(program.selection, Value):
         return static_selection(program.selection, batch)
     if not batch.num_blocks:
-        return torch.full((len(query), cast(int, program.selection.shape[1])), -1, device=query.device)
+        return torch.full(
+            (len(query), cast(int, program.selection.shape[1])), -1, device=query.device
+        )
     run = _Run(program, query, pool, batch)
     generates = dispatch.generates(query.device.type, implementation)
     for group in groups:
@@ -135,14 +140,19 @@ class _Run:
                 _cut(self.made[value][piece.rows], value, piece.blocks).copy_(local[value])
 
     def generated(self, source: Source) -> None:
-        """Values of a group, by its kernel; those of blocks that a sequence does not have are left undefined."""
+        """Values of a group, by its kernel; those of blocks that a sequence does not have are left
+        undefined."""
         made = self.made | {value: self._query for value in source.inputs if value.name == "q"}
-        tensors = [made[value] if value in made else of_pool(self._pool, value) for value in source.inputs]
+        tensors = [
+            made[value] if value in made else of_pool(self._pool, value) for value in source.inputs
+        ]
         for value in source.outputs:
             self.made[value] = self._new(value)
             tensors.append(self.made[value])
         blocks = (self._batch.rows, self._batch.work)
-        dispatch.generated(source.text, NAME, tensors, blocks, source.tile, heads_of(source, tensors))
+        dispatch.generated(
+            source.text, NAME, tensors, blocks, source.tile, heads_of(source, tensors)
+        )
 
     def special(self, value: Value) -> None:
         """A value that looks across blocks; those that are not there hold what it passes by."""
@@ -169,7 +179,9 @@ class _Run:
         for name, new in self._saves:
             cache = self._pool[name]
             cache[rows] = (
-                new.reshape(*new.shape[:2], *cache.shape[1:])[there].reshape(-1, *cache.shape[1:]).to(cache.dtype)
+                new.reshape(*new.shape[:2], *cache.shape[1:])[there]
+                .reshape(-1, *cache.shape[1:])
+                .to(cache.dtype)
             )
 
     def _apply(self, value: Value, inputs: Sequence[Data]) -> Tensor:
@@ -177,10 +189,14 @@ class _Run:
 
     def _read(self, given: Value | float) -> Data:
         batch = self._batch
-        together = batch.parts[0].spacing if len(batch.parts) == 1 and batch.missing is None else None
+        together = (
+            batch.parts[0].spacing if len(batch.parts) == 1 and batch.missing is None else None
+        )
         return self._part(given, _Piece(slice(None), slice(0, batch.num_blocks), together))
 
-    def _part(self, given: Value | float, piece: _Piece, local: dict[Value, Data] | None = None) -> Data:
+    def _part(
+        self, given: Value | float, piece: _Piece, local: dict[Value, Data] | None = None
+    ) -> Data:
         """Of some sequences and blocks; `local` holds what is known of them."""
         if not isinstance(given, Value):
             return given
@@ -202,20 +218,34 @@ class _Run:
             first, apart = piece.spacing
             row, start = cache.stride(0), first + piece.blocks.start
             strides = (apart * row, row, *cache.stride()[1:])
-            return cache.as_strided((*table.shape, *cache.shape[1:]), strides, cache.storage_offset() + start * row)
+            return cache.as_strided(
+                (*table.shape, *cache.shape[1:]), strides, cache.storage_offset() + start * row
+            )
         # each cache has its own room: a group may read several
-        found = take(f"cache {name}", cache, table.flatten()) if isinstance(cache, Tensor) else cache[table.flatten()]
+        found = (
+            take(f"cache {name}", cache, table.flatten())
+            if isinstance(cache, Tensor)
+            else cache[table.flatten()]
+        )
         return found.view(*table.shape, *found.shape[1:])
 
     def _new(self, value: Value) -> Tensor:
         """For a value of all sequences."""
-        shape = [self._batch.num_blocks if isinstance(size, NumBlocks) else size for size in value.shape[1:]]
+        shape = [
+            self._batch.num_blocks if isinstance(size, NumBlocks) else size
+            for size in value.shape[1:]
+        ]
         return self._query.new_empty(len(self._query), *shape)
 
     def _pieces(self, group: Group) -> Iterator[_Piece]:
         """Chunks of sequences and blocks that fit the cache."""
         widest = max(size_of(value, 1) for value in group.values)
-        size = 4 * (widest + sum(size_of(value, 1) for value in group.inputs if block_axis(value.shape) is not None))
+        size = 4 * (
+            widest
+            + sum(
+                size_of(value, 1) for value in group.inputs if block_axis(value.shape) is not None
+            )
+        )
         for part in self._batch.parts:
             count = -(-size * part.num_blocks // CHUNK_BYTES)  # chunks of a sequence
             blocks = -(-part.num_blocks // count)
@@ -237,7 +267,8 @@ class _Run:
 
 
 def of_pool(pool: Pool, value: Value) -> Tensor:
-    """A cache, as generated kernels read it: of plain keys or values every row is a block of one head."""
+    """A cache, as generated kernels read it: of plain keys or values every row is a block of one
+    head."""
     found = pool[value.name]
     if isinstance(found, HeadPages):
         return found.by_block
@@ -246,7 +277,14 @@ def of_pool(pool: Pool, value: Value) -> Tensor:
 
 def heads_of(source: Source, tensors: Sequence[Tensor]) -> int:
     """Hkv of the keys and values that a kernel reads, if any."""
-    return next((x.shape[1] for value, x in zip(source.inputs, tensors, strict=False) if is_of_model(value)), 1)
+    return next(
+        (
+            x.shape[1]
+            for value, x in zip(source.inputs, tensors, strict=False)
+            if is_of_model(value)
+        ),
+        1,
+    )
 
 
 def _cut(x: Tensor, value: Value, blocks: slice) -> Tensor:
@@ -260,11 +298,20 @@ def _filled(x: Data, given: Value | float, missing: Tensor, neutral: float) -> D
     axis = block_axis(given.shape) if isinstance(given, Value) else None
     if axis is None:
         return x
-    return x.movedim(axis, 1).masked_fill(missing.view(*missing.shape, *(1,) * (x.dim() - 2)), neutral).movedim(1, axis)
+    return (
+        x.movedim(axis, 1)
+        .masked_fill(missing.view(*missing.shape, *(1,) * (x.dim() - 2)), neutral)
+        .movedim(1, axis)
+    )
 
 
 def fill(
-    program: Program, pool: Pool, rows: Tensor, count: Lengths | None = None, *, implementation: str | None = None
+    program: Program,
+    pool: Pool,
+    rows: Tensor,
+    count: Lengths | None = None,
+    *,
+    implementation: str | None = None,
 ) -> None:
     """forward_cache for some blocks.
 
@@ -279,13 +326,17 @@ def fill(
         tensors = [of_pool(pool, value) for value in source.inputs]
         tensors += [pool[name].view(-1, *value.shape[2:]) for name, value in program.stores.items()]
         blocks = (rows[None], count or Lengths(torch.full((1,), rows.numel(), device=rows.device)))
-        dispatch.generated(source.text, NAME, tensors, blocks, source.tile, heads_of(source, tensors))
+        dispatch.generated(
+            source.text, NAME, tensors, blocks, source.tile, heads_of(source, tensors)
+        )
         return
     entries = sum(size_of(value, 1) for value in program.cache) + 2 * math.prod(pool["k"].shape[1:])
     for part in rows.split(max(CHUNK_BYTES // (4 * entries), 1)):
         made: dict[Value | float, Tensor] = {}
 
-        def read(value: Value | float, part: Tensor = part, made: dict[Value | float, Tensor] = made) -> Data:
+        def read(
+            value: Value | float, part: Tensor = part, made: dict[Value | float, Tensor] = made
+        ) -> Data:
             if not isinstance(value, Value):
                 return value
             return made[value] if value in made else pool[value.name][part].float()[None]

@@ -1,4 +1,5 @@
-"""vFlow: a sparse attention as a Python class, written as if for one request (Vortex, section 3)."""
+"""vFlow: a sparse attention as a Python class, written as if for one request (Vortex, section
+3)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,13 +16,16 @@ Selection = Value | Sequence[int | NumBlocks]
 
 
 class Caches:
-    """What a stage of a flow sees by name: `k` and `v`, [1, B, b, d], and the flow's own caches, [1, B, ...].
+    """What a stage of a flow sees by name: `k` and `v`, [1, B, b, d], and the flow's own caches,
+    [1, B, ...].
 
     forward_cache assigns to the flow's own; forward_indexer changes them by Save only.
     """
 
     def __init__(self, shapes: Mapping[str, Shape], *, assigns: bool) -> None:
-        self._values = {name: Value(shape, SourceLine.of_author(), name=name) for name, shape in shapes.items()}
+        self._values = {
+            name: Value(shape, SourceLine.of_author(), name=name) for name, shape in shapes.items()
+        }
         self._assigns = assigns
         self.assigned: dict[str, Value] = {}
 
@@ -42,13 +46,16 @@ class Caches:
 
     def _given(self, name: str) -> Value:
         if name not in self._values:
-            raise SourceLine.of_author().error(f"there is no cache {name!r}: choose from {', '.join(self._values)}")
+            raise SourceLine.of_author().error(
+                f"there is no cache {name!r}: choose from {', '.join(self._values)}"
+            )
         return self._values[name]
 
 
 @dataclass(frozen=True)
 class Flow(ABC):
-    """A sparse attention. The first block and the last two are always attended to; a flow chooses among the others.
+    """A sparse attention. The first block and the last two are always attended to; a flow chooses
+    among the others.
 
     Attributes:
         name: what users call it.
@@ -69,8 +76,12 @@ class Flow(ABC):
     def __post_init__(self) -> None:
         given: object = self.layers_skip
         layers = () if given == "none" else (given,) if isinstance(given, int) else given
-        if not isinstance(layers, tuple) or not all(isinstance(layer, int) and layer >= 0 for layer in layers):
-            raise ValueError(f"layers_skip must be layers, such as 0 or 0+1, or none, got {given!r}")
+        if not isinstance(layers, tuple) or not all(
+            isinstance(layer, int) and layer >= 0 for layer in layers
+        ):
+            raise ValueError(
+                f"layers_skip must be layers, such as 0 or 0+1, or none, got {given!r}"
+            )
         object.__setattr__(self, "layers_skip", layers)
         require_at_least("topk_blocks", self.topk_blocks, 1)
 
@@ -83,8 +94,9 @@ class Flow(ABC):
 
     @abstractmethod
     def forward_indexer(self, q: Value, c: Caches) -> Selection:
-        """The blocks to attend to, for the queries q [1, g, d] of a KV head: a selection (`topK`), or, whatever the
-        query, numbers of blocks: below 0 from the end, or `c["k"].shape[1] - 1`, the last."""
+        """The blocks to attend to, for the queries q [1, g, d] of a KV head: a selection (`topK`),
+        or, whatever the query, numbers of blocks: below 0 from the end, or `c["k"].shape[1] - 1`,
+        the last."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,8 +121,11 @@ class Program:
 
     @property
     def most(self) -> int:
-        """Blocks that a step attends to at most; a sequence of no more is attended to as a whole."""
-        chosen = self.selection.shape[1] if isinstance(self.selection, Value) else len(self.selection)
+        """Blocks that a step attends to at most; a sequence of no more is attended to as a
+        whole."""
+        chosen = (
+            self.selection.shape[1] if isinstance(self.selection, Value) else len(self.selection)
+        )
         return self.flow.FIRST + cast(int, chosen) + self.flow.LAST
 
     @property
@@ -129,27 +144,41 @@ def trace(flow: Flow, block_size: int, head_dim: int, group: int) -> Program:
     Raises:
         FlowError: it cannot be right; nothing has run yet.
     """
-    declared = {name: tuple(shape) for name, shape in flow.create_cache(block_size, head_dim).items()}
+    declared = {
+        name: tuple(shape) for name, shape in flow.create_cache(block_size, head_dim).items()
+    }
     where = _line(flow, "create_cache")
     for name, shape in declared.items():
-        if name in ("q", "k", "v") or not shape or any(not isinstance(size, int) or size < 1 for size in shape):
+        if (
+            name in ("q", "k", "v")
+            or not shape
+            or any(not isinstance(size, int) or size < 1 for size in shape)
+        ):
             raise where.error(
-                f"cache {name!r} of shape {shape}: sizes must be positive integers, and q, k, v are taken"
+                f"cache {name!r} of shape {shape}: sizes must be positive integers, and q, k, v "
+                "are taken"
             )
-    pool: dict[str, Shape] = {"k": (1, NumBlocks(), block_size, head_dim), "v": (1, NumBlocks(), block_size, head_dim)}
+    pool: dict[str, Shape] = {
+        "k": (1, NumBlocks(), block_size, head_dim),
+        "v": (1, NumBlocks(), block_size, head_dim),
+    }
     pool |= {name: (1, NumBlocks(), *shape) for name, shape in declared.items()}
     with tracing(Stage.CACHE) as cached:
         c = Caches(pool, assigns=True)
         flow.forward_cache(c)
     missing = declared.keys() - c.assigned.keys()
     if missing:
-        raise _line(flow, "forward_cache").error(f"forward_cache assigns nothing to the cache {min(missing)!r}")
+        raise _line(flow, "forward_cache").error(
+            f"forward_cache assigns nothing to the cache {min(missing)!r}"
+        )
     with tracing(Stage.INDEXER) as indexed:
         query = Value((1, group, head_dim), _line(flow, "forward_indexer"), name="q")
         selection = flow.forward_indexer(query, Caches(pool, assigns=False))
     _check_selection(flow, selection)
     saved = frozenset(filter(None, (value.saves_to for value in indexed.values)))
-    return Program(flow, block_size, declared, cached.values, c.assigned, indexed.values, selection, saved)
+    return Program(
+        flow, block_size, declared, cached.values, c.assigned, indexed.values, selection, saved
+    )
 
 
 def _line(flow: Flow, method: str) -> SourceLine:
@@ -165,7 +194,10 @@ def _check_selection(flow: Flow, selection: Selection) -> None:
                 "forward_indexer must end in a selection (topK, approxTopK, Union), not in scores"
             )
         return
-    if not isinstance(selection, list | tuple) or not all(isinstance(block, int | NumBlocks) for block in selection):
+    if not isinstance(selection, list | tuple) or not all(
+        isinstance(block, int | NumBlocks) for block in selection
+    ):
         raise _line(flow, "forward_indexer").error(
-            f"forward_indexer must return a selection (topK, approxTopK, Union) or a list of blocks, got {selection!r}"
+            "forward_indexer must return a selection (topK, approxTopK, Union) or a list of "
+            f"blocks, got {selection!r}"
         )

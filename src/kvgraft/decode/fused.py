@@ -1,10 +1,11 @@
-"""The indexer of a flow as two kernels: what works block by block, then all that looks across blocks, with the choice.
+"""The indexer of a flow as two kernels: what works block by block, then all that looks across
+blocks, with the choice.
 
-The first is a kernel as `codegen.py` writes it, which also computes what needs no blocks. In the second a program has a
-sequence, and goes over what the first has left of its blocks, a few numbers each: once for all reductions that need no
-other, then for those that need these, and so on; what it needs of a block it computes again each time. In the end it
-has the scores, and chooses pages (`choose_pages` in `kernels/triton/topk.py`).
-"""
+The first is a kernel as `codegen.py` writes it, which also computes what needs no blocks. In the
+second a program has a sequence, and goes over what the first has left of its blocks, a few numbers
+each: once for all reductions that need no other, then for those that need these, and so on; what it
+needs of a block it computes again each time. In the end it has the scores, and chooses pages
+(`choose_pages` in `kernels/triton/topk.py`)."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -29,7 +30,8 @@ from kvgraft.decode.writer import Writer, is_cache, is_of_model, power
 from kvgraft.decode.writer import number as literal
 from kvgraft.kernels import dispatch
 
-TILE, TILE_ENTRIES = 1024, 8192  # blocks, and numbers of the largest tensor, that a program looks at together
+# blocks, and numbers of the largest tensor, that a program looks at together
+TILE, TILE_ENTRIES = 1024, 8192
 _HEAD = """\
 import triton
 import triton.language as tl
@@ -72,9 +74,9 @@ class Choice:
     """The second kernel.
 
     Attributes:
-        text: of a module; empty where only the choice is left to do. Arguments of its function: inputs, caches that it
-            changes, table, tokens, scores, tables, lengths, the distances of the rows of table and scores, and the
-            strides of the inputs and caches.
+        text: of a module; empty where only the choice is left to do. Arguments of its function:
+            inputs, caches that it changes, table, tokens, scores, tables, lengths, the distances of
+            the rows of table and scores, and the strides of the inputs and caches.
         inputs: what it reads: values of the first, the query, caches.
         saves: caches that it changes, and the shape that they have there for a block.
         k, tolerance: of the top-k.
@@ -97,7 +99,8 @@ class Kernels:
 
 @lru_cache(maxsize=256)
 def kernels_of(program: Program) -> Kernels | None:
-    """The kernels of a flow that chooses by scores; None where its groups must be computed one after the other."""
+    """The kernels of a flow that chooses by scores; None where its groups must be computed one
+    after the other."""
     top = program.selection
     if not isinstance(top, Value) or top.made_by.name not in ("topK", "approxTopK"):
         return None
@@ -114,18 +117,30 @@ def kernels_of(program: Program) -> Kernels | None:
         return None
 
 
-def choose(kernels: Kernels, program: Program, query: Tensor, pool: Pool, batch: Batch) -> tuple[Tensor, Tensor]:
+def choose(
+    kernels: Kernels, program: Program, query: Tensor, pool: Pool, batch: Batch
+) -> tuple[Tensor, Tensor]:
     """Tables and lengths, as `decode.batch.tables` has them; what the flow saves is changed."""
     source, choice, flow = kernels.blocks, kernels.choice, program.flow
     made = {value: query for value in (*source.inputs, *choice.inputs) if value.name == "q"}
     for value in source.outputs:
-        shape: list[int] = [batch.num_blocks if isinstance(size, NumBlocks) else size for size in value.shape[1:]]
+        shape: list[int] = [
+            batch.num_blocks if isinstance(size, NumBlocks) else size for size in value.shape[1:]
+        ]
         made[value] = query.new_empty(len(query), *shape, dtype=torch.float32)
-    tensors = [made[value] if value in made else of_pool(pool, value) for value in (*source.inputs, *source.outputs)]
-    dispatch.generated(source.text, NAME, tensors, (batch.rows, batch.work), source.tile, heads_of(source, tensors))
+    tensors = [
+        made[value] if value in made else of_pool(pool, value)
+        for value in (*source.inputs, *source.outputs)
+    ]
+    dispatch.generated(
+        source.text, NAME, tensors, (batch.rows, batch.work), source.tile, heads_of(source, tensors)
+    )
     always = flow.FIRST, flow.LAST
     if not choice.text:
-        scores, where = made[source.outputs[0]].flatten(1), (batch.rows, batch.lengths, program.block_size)
+        scores, where = (
+            made[source.outputs[0]].flatten(1),
+            (batch.rows, batch.lengths, program.block_size),
+        )
         return dispatch.page_topk(scores, *where, always, choice.k, choice.tolerance)
     tensors = [made[value] if value in made else pool[value.name] for value in choice.inputs]
     tensors += [pool[name].view(-1, *sizes) for name, sizes in choice.saves]
@@ -134,16 +149,25 @@ def choose(kernels: Kernels, program: Program, query: Tensor, pool: Pool, batch:
 
 
 def _parted(program: Program, top: Value) -> tuple[list[Value], list[Value]]:
-    """What works block by block or without blocks, and what the second kernel has to compute before the choice."""
+    """What works block by block or without blocks, and what the second kernel has to compute before
+    the choice."""
     behind: set[Value | float] = set()
     for value in program.indexer:
         if template_of(value) is Template.SPECIAL or any(given in behind for given in value.inputs):
             behind.add(value)
     ahead = [value for value in program.indexer if value not in behind]
-    wanted = [value for value in (*program.indexer, top.inputs[0]) if isinstance(value, Value) and value in behind]
+    wanted = [
+        value
+        for value in (*program.indexer, top.inputs[0])
+        if isinstance(value, Value) and value in behind
+    ]
     wanted = [value for value in wanted if value.saves_to or value is top.inputs[0]]
     # what needs no blocks, and caches as they are, are as near to the second kernel as to the first
-    near = [v for v in program.indexer if v in behind or block_axis(v.shape) is None or v.made_by.name == "Load"]
+    near = [
+        v
+        for v in program.indexer
+        if v in behind or block_axis(v.shape) is None or v.made_by.name == "Load"
+    ]
     return ahead, list(_needed_for(wanted, [value for value in near if value is not top]))
 
 
@@ -165,22 +189,40 @@ def _choice(program: Program, top: Value, values: Sequence[Value]) -> Choice:
     if any(is_of_model(value) for value in names):
         raise CannotGenerate("keys and values of a sequence are too much for one program")
     arguments = [*names.values(), *(f"save{number}" for number in range(len(passes.saves)))]
-    ranks = [len(value.shape) - is_cache(value) for value in names] + [len(value.shape) - 1 for value in passes.saves]
-    strides = [f"{name}_{axis}" for name, rank in zip(arguments, ranks, strict=True) for axis in range(rank)]
-    arguments += ["table", "all_tokens", "scores", "tables", "lengths", "table_row", "scores_row", *strides]
+    ranks = [len(value.shape) - is_cache(value) for value in names] + [
+        len(value.shape) - 1 for value in passes.saves
+    ]
+    strides = [
+        f"{name}_{axis}"
+        for name, rank in zip(arguments, ranks, strict=True)
+        for axis in range(rank)
+    ]
+    arguments += [
+        "table",
+        "all_tokens",
+        "scores",
+        "tables",
+        "lengths",
+        "table_row",
+        "scores_row",
+        *strides,
+    ]
     known = {
-        "block": program.block_size, "k": k, "tolerated": int(tolerance * k), "first": flow.FIRST, "last": flow.LAST,
+        "block": program.block_size, "k": k, "tolerated": int(tolerance * k), "first": flow.FIRST,
+        "last": flow.LAST,
         "width": flow.FIRST + k + flow.LAST, "tile": TILE,
     }  # fmt: skip
     lines = [line.format(**known) for line in (*_BEGIN, *passes.lines, *_END)]
-    text = f"{_HEAD}def {NAME}({', '.join(arguments)}):\n" + "".join(f"    {line}\n" for line in lines)
+    text = f"{_HEAD}def {NAME}({', '.join(arguments)}):\n" + "".join(
+        f"    {line}\n" for line in lines
+    )
     saves = tuple((value.saves_to, value.shape[2:]) for value in passes.saves)
     return Choice(text, tuple(names), saves, k, tolerance)
 
 
 class _Passes:
-    """Writes the passes over the blocks of a sequence: in pass p it can compute what depends on no more than p
-    reductions, one after the other.
+    """Writes the passes over the blocks of a sequence: in pass p it can compute what depends on no
+    more than p reductions, one after the other.
 
     Attributes:
         lines: of them all.
@@ -192,7 +234,9 @@ class _Passes:
         self._values, known = _plain(values)
         for value in self._values:
             slices = value.made_by.name == "MaskSlice"
-            if template_of(value) is Template.SPECIAL and not (_reduces(value) or value.saves_to or slices):
+            if template_of(value) is Template.SPECIAL and not (
+                _reduces(value) or value.saves_to or slices
+            ):
                 raise CannotGenerate(f"{value.made_by.name} over blocks")
         widest = max(entries(value) for value in self._values)
         if widest > TILE_ENTRIES:
@@ -201,11 +245,20 @@ class _Passes:
         self._outer = Writer(self._tile)
         self._pass: dict[Value | float, int] = {}
         for value in self._values:
-            self._pass[value] = max(self._pass.get(given, 0) for given in value.inputs) + _reduces(value)
+            self._pass[value] = max(self._pass.get(given, 0) for given in value.inputs) + _reduces(
+                value
+            )
         self.lines: list[str] = []
         self.saves = [value for value in self._values if value.saves_to]
         for number in range(1, max(self._pass.values()) + 1):
-            self._reduce(number, [value for value in self._values if _reduces(value) and self._pass[value] == number])
+            self._reduce(
+                number,
+                [
+                    value
+                    for value in self._values
+                    if _reduces(value) and self._pass[value] == number
+                ],
+            )
         self._last(known.get(scores, scores))
         self.inputs = self._outer.inputs
 
@@ -217,8 +270,12 @@ class _Passes:
         for place, value in enumerate(values):
             found, (given, *_) = f"found{number}_{place}", value.inputs
             neutral, join, whole = _REDUCTIONS[value.made_by.name]
-            self.lines.append(f"{found} = tl.full({inner.shape(value.shape)}, {literal(neutral)}, tl.float32)")
-            x = inner.let(f"tl.where({_there('there', given)}, {inner.operand(given)}, {literal(neutral)})")
+            self.lines.append(
+                f"{found} = tl.full({inner.shape(value.shape)}, {literal(neutral)}, tl.float32)"
+            )
+            x = inner.let(
+                f"tl.where({_there('there', given)}, {inner.operand(given)}, {literal(neutral)})"
+            )
             steps.append(f"{found} = {join.format(found=found, x=x)}")
             after.append(f"{found}_whole = {whole.format(found=found)}")
             self._outer.name(value, f"{found}_whole")
@@ -240,7 +297,11 @@ class _Passes:
     def _without_blocks(self, number: int) -> None:
         """Values of a pass that need no blocks, in front of it."""
         for value in self._values:
-            if self._pass[value] == number and block_axis(value.shape) is None and not _reduces(value):
+            if (
+                self._pass[value] == number
+                and block_axis(value.shape) is None
+                and not _reduces(value)
+            ):
                 emit(self._outer, value)
         self.lines += self._outer.lines
         self._outer.lines.clear()
@@ -249,13 +310,23 @@ class _Passes:
         """The body of a pass, in which these are known."""
         inner = Writer(self._tile, self._outer)
         with_blocks = [value for value in self._values if block_axis(value.shape) is not None]
-        for value in _needed_for([value for value in wanted if isinstance(value, Value)], with_blocks):
+        for value in _needed_for(
+            [value for value in wanted if isinstance(value, Value)], with_blocks
+        ):
             given, *rest = value.inputs
             if value.saves_to:
-                inner.define(value, f"tl.reshape({inner.operand(rest[0])}, {inner.shape(value.shape)})")
+                inner.define(
+                    value, f"tl.reshape({inner.operand(rest[0])}, {inner.shape(value.shape)})"
+                )
             elif value.made_by.name == "MaskSlice" and template_of(value) is Template.SPECIAL:
-                inside = _there(f"(b >= {_end(value.options['start'])}) & (b < {_end(value.options['stop'])})", value)
-                inner.define(value, f"tl.where({inside}, {inner.operand(given)}, {literal(value.options['fill'])})")
+                inside = _there(
+                    f"(b >= {_end(value.options['start'])}) & (b < {_end(value.options['stop'])})",
+                    value,
+                )
+                inner.define(
+                    value,
+                    f"tl.where({inside}, {inner.operand(given)}, {literal(value.options['fill'])})",
+                )
             elif block_axis(value.shape) != 1:
                 raise CannotGenerate(f"{value.made_by.name} with blocks behind the second axis")
             else:
@@ -263,7 +334,9 @@ class _Passes:
         return inner
 
     def _loop(self, lines: Sequence[str]) -> None:
-        self.lines += [line.format(tile=self._tile) for line in _LOOP] + [f"    {line}" for line in lines]
+        self.lines += [line.format(tile=self._tile) for line in _LOOP] + [
+            f"    {line}" for line in lines
+        ]
 
 
 def _reduces(value: Value) -> bool:
@@ -283,8 +356,8 @@ def _end(place: int | None) -> str:
 
 
 def _plain(values: Sequence[Value]) -> tuple[list[Value], dict[Value | float, Value]]:
-    """The same without softmax and normalisation over blocks, which are reductions and quotients; and what has become
-    of each."""
+    """The same without softmax and normalisation over blocks, which are reductions and quotients;
+    and what has become of each."""
     made: list[Value] = []
     known: dict[Value | float, Value] = {}
 

@@ -28,7 +28,8 @@ class SourceLine:
 
     @classmethod
     def of_author(cls) -> "SourceLine":
-        """The innermost line on the stack outside of this folder; the flows below it count as an author's."""
+        """The innermost line on the stack outside of this folder; the flows below it count as an
+        author's."""
         frame = sys._getframe(1)
         while frame.f_back and Path(frame.f_code.co_filename).parent == HERE:
             frame = frame.f_back
@@ -46,7 +47,8 @@ class SourceLine:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What a line of a flow makes, or, without an operator, what the flow is given: the query, or a cache.
+    """What a line of a flow makes, or, without an operator, what the flow is given: the query, or a
+    cache.
 
     Attributes:
         shape: as one request sees it.
@@ -84,7 +86,9 @@ class Value:
     @property
     def saves_to(self) -> str:
         """The cache that it changes; empty for none."""
-        cache = self.inputs[0] if self.operator is not None and self.operator.name == "Save" else None
+        cache = (
+            self.inputs[0] if self.operator is not None and self.operator.name == "Save" else None
+        )
         return cache.name if isinstance(cache, Value) else ""
 
     @property
@@ -115,7 +119,9 @@ def tracing(stage: Stage) -> Iterator[Trace]:
         _current.reset(token)
 
 
-def record(operator: Operator, inputs: tuple[Value | float, ...], options: Mapping[str, Any]) -> Value:
+def record(
+    operator: Operator, inputs: tuple[Value | float, ...], options: Mapping[str, Any]
+) -> Value:
     """The value that an operator gives.
 
     Raises:
@@ -129,8 +135,12 @@ def record(operator: Operator, inputs: tuple[Value | float, ...], options: Mappi
         raise line.error(f"{operator.name} may stand in {allowed} only, not in {trace.stage.value}")
     for given in inputs:
         if isinstance(given, Value) and given.selects and not operator.selects:
-            raise line.error(f"{operator.name} cannot work on a selection of blocks: only Union can")
-    if operator.of_cache and (not isinstance(inputs[0], Value) or inputs[0].name in ("", "q", "k", "v")):
+            raise line.error(
+                f"{operator.name} cannot work on a selection of blocks: only Union can"
+            )
+    if operator.of_cache and (
+        not isinstance(inputs[0], Value) or inputs[0].name in ("", "q", "k", "v")
+    ):
         raise line.error(f"{operator.name} works on a cache of the flow's own, and on nothing else")
     shapes = [given.shape if isinstance(given, Value) else () for given in inputs]
     try:

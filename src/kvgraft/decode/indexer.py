@@ -1,4 +1,5 @@
-"""What a host holds of a flow: its program for the model's geometry and its caches beside the paged pool."""
+"""What a host holds of a flow: its program for the model's geometry and its caches beside the paged
+pool."""
 
 from functools import cached_property
 
@@ -19,11 +20,13 @@ from kvgraft.kernels.workload import Lengths
 
 
 class Indexer:
-    """A flow over a paged pool of keys and values [rows, b, d], a row being a page of one KV head of one layer.
+    """A flow over a paged pool of keys and values [rows, b, d], a row being a page of one KV head
+    of one layer.
 
-    The caches of the flow have a row for each of these rows: whoever owns a page owns what they hold of it. They are
-    filled by `fill` when a page has become full, or when a host cannot know what they hold. What steps change (`Save`)
-    begins anew then, and pages that hold any cannot be shared by requests (`Program.is_stateful`).
+    The caches of the flow have a row for each of these rows: whoever owns a page owns what they
+    hold of it. They are filled by `fill` when a page has become full, or when a host cannot know
+    what they hold. What steps change (`Save`) begins anew then, and pages that hold any cannot be
+    shared by requests (`Program.is_stateful`).
 
     Args:
         like: of the dtype and the device that the caches shall have.
@@ -44,14 +47,17 @@ class Indexer:
 
     @cached_property
     def is_fused(self) -> bool:
-        """Whether a host need not know lengths where kernels are generated: no size and no decision depends on them."""
+        """Whether a host need not know lengths where kernels are generated: no size and no decision
+        depends on them."""
         program = self.program
         chooses = not isinstance(program.selection, Value) or kernels_of(program) is not None
         return chooses and (not program.stores or cache_source(program) is not None)
 
     def at(self, rows: slice, keys: Paged, values: Paged) -> "LayerIndexer":
         """Of one layer, whose pages these rows are: keys, values [rows, b, d]."""
-        return LayerIndexer(self, {"k": keys, "v": values, **{name: x[rows] for name, x in self.caches.items()}})
+        return LayerIndexer(
+            self, {"k": keys, "v": values, **{name: x[rows] for name, x in self.caches.items()}}
+        )
 
 
 class LayerIndexer:
@@ -63,23 +69,34 @@ class LayerIndexer:
 
     @watched("indexer")
     def fill(self, rows: Tensor, count: Lengths | None = None) -> None:
-        """Pages int64 [n] have become full; n may be given as the length of a sequence, to share its plan."""
+        """Pages int64 [n] have become full; n may be given as the length of a sequence, to share
+        its plan."""
         if rows.numel():
             fill(self._indexer.program, self._pool, rows, count)
 
     @watched("indexer")
     def choose(self, query: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """For queries [S, g, d]: tables int64 [S, m] and the tokens that they hold int64 [S], for any paged decode."""
+        """For queries [S, g, d]: tables int64 [S, m] and the tokens that they hold int64 [S], for
+        any paged decode."""
         program = self._indexer.program
         if not isinstance(program.selection, Value):
             return batch.fixed(tuple(program.selection), program.flow)
-        if dispatch.generates(query.device.type) and batch.num_blocks and (kernels := kernels_of(program)):
+        if (
+            dispatch.generates(query.device.type)
+            and batch.num_blocks
+            and (kernels := kernels_of(program))
+        ):
             return choose(kernels, program, query, self._pool, batch)
-        return tables(select(program, self._indexer.groups, query, self._pool, batch), batch, program.flow)
+        return tables(
+            select(program, self._indexer.groups, query, self._pool, batch), batch, program.flow
+        )
 
     def attend(self, query: Tensor, batch: Batch, scale: float) -> Tensor:
         """[S, g, d] -> [S, g, d], where keys and values are tensors or `HeadPages`."""
         tables, lengths = self.choose(query, batch)
         bound = batch.attended(tables.shape[1])
-        keys, values = (x.by_block if isinstance(x, HeadPages) else x for x in (self._pool["k"], self._pool["v"]))
+        keys, values = (
+            x.by_block if isinstance(x, HeadPages) else x
+            for x in (self._pool["k"], self._pool["v"])
+        )
         return block_sparse_attention(query, keys, values, tables, lengths, scale, bound)

@@ -1,4 +1,5 @@
-"""What the proposed flows share: statistics of a block, views of the query, and a class for flows that only score."""
+"""What the proposed flows share: statistics of a block, views of the query, and a class for flows
+that only score."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -35,7 +36,8 @@ PARTS = 4  # regions of a block
 
 
 class Statistic(NamedTuple):
-    """Of a block: its shape from the size of a head, and how it follows from k and v [1, B, b, d]."""
+    """Of a block: its shape from the size of a head, and how it follows from k and v [1, B, b,
+    d]."""
 
     shape: Callable[[int], tuple[int, ...]]
     of: Callable[[Value, Value], Value]
@@ -70,9 +72,15 @@ STATISTICS = {
     "v_feature_norms": Statistic(_vector, lambda k, v: L2Norm(v, dim=2)),
     "k_weighted": Statistic(_vector, _weighted),  # by the norms of the values
     "halves": Statistic(_regions(2), lambda k, v: MeanInterleave(k, dim=2, size=k.size(2) // 2)),
-    "parts": Statistic(_regions(PARTS), lambda k, v: MeanInterleave(k, dim=2, size=k.size(2) // PARTS)),
-    "low_parts": Statistic(_regions(PARTS), lambda k, v: MinInterleave(k, dim=2, size=k.size(2) // PARTS)),
-    "high_parts": Statistic(_regions(PARTS), lambda k, v: MaxInterleave(k, dim=2, size=k.size(2) // PARTS)),
+    "parts": Statistic(
+        _regions(PARTS), lambda k, v: MeanInterleave(k, dim=2, size=k.size(2) // PARTS)
+    ),
+    "low_parts": Statistic(
+        _regions(PARTS), lambda k, v: MinInterleave(k, dim=2, size=k.size(2) // PARTS)
+    ),
+    "high_parts": Statistic(
+        _regions(PARTS), lambda k, v: MaxInterleave(k, dim=2, size=k.size(2) // PARTS)
+    ),
 }
 
 
@@ -88,7 +96,9 @@ class Scored(Flow):
     state: ClassVar[tuple[str, ...]] = ()
 
     def create_cache(self, block_size: int, head_dim: int) -> dict[str, tuple[int, ...]]:
-        return {name: STATISTICS[name].shape(head_dim) for name in self.uses} | dict.fromkeys(self.state, (1,))
+        return {name: STATISTICS[name].shape(head_dim) for name in self.uses} | dict.fromkeys(
+            self.state, (1,)
+        )
 
     def forward_cache(self, c: Caches) -> None:
         for name in self.uses:
@@ -115,7 +125,8 @@ def routing(q: Value) -> Value:
 
 
 def relevance(q: Value, x: Value) -> Value:
-    """Of vectors [1, B, d] to the routing query: [1, B, 1]; of regions [1, B, r, d]: [1, B, r, 1]."""
+    """Of vectors [1, B, d] to the routing query: [1, B, 1]; of regions [1, B, r, d]: [1, B, r,
+    1]."""
     return GeMM(x, routing(q).T)
 
 
@@ -125,7 +136,8 @@ def heads(q: Value, x: Value) -> Value:
 
 
 def bound(q: Value, low: Value, high: Value) -> Value:
-    """The most that a key within an envelope can give each of these queries (Quest): [1, B, g] or [1, B, r, g]."""
+    """The most that a key within an envelope can give each of these queries (Quest): [1, B, g] or
+    [1, B, r, g]."""
     return Add(GeMM(high, Relu(q).T), GeMM(low, Minimum(q, 0.0).T))
 
 

@@ -1,9 +1,8 @@
 """The operators of Vortex's Table 1: what shape each gives, and the PyTorch operator that it is.
 
-All work on tensors [S, ...] of S independent sequences. One whose axis over blocks is padded, since sequences differ in
-length, is right for operators that do not look across blocks; for the others the padding must hold what they pass by
-(`Operator.neutral`), or they are told the lengths.
-"""
+All work on tensors [S, ...] of S independent sequences. One whose axis over blocks is padded, since
+sequences differ in length, is right for operators that do not look across blocks; for the others
+the padding must hold what they pass by (`Operator.neutral`), or they are told the lengths."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -36,11 +35,13 @@ class Operator:
     """One of Table 1's.
 
     Attributes:
-        infer: shapes of its tensors, () for a number, and its options -> the shape that it gives; raises ValueError.
+        infer: shapes of its tensors, () for a number, and its options -> the shape that it gives;
+            raises ValueError.
         run: its tensors [S, ...] or numbers, and its options -> [S, ...].
         crosses: shapes and options -> whether it looks across blocks.
         neutral: what padding must hold that it looks across.
-        takes_lengths: `run` is given the option `lengths`, int64 [S], if the axis over blocks is padded.
+        takes_lengths: `run` is given the option `lengths`, int64 [S], if the axis over blocks is
+            padded.
         of_cache: its first tensor must be a cache of the flow's own.
         selects: the result, int64 [S, n], says which blocks to attend to; -1 is none.
     """
@@ -89,7 +90,8 @@ def _conv1d(x: Tensor, *, dim: int, kernel: Sequence[float]) -> Tensor:
     last = x.movedim(dim, -1)
     weight = torch.tensor(kernel, dtype=x.dtype, device=x.device)
     beside = len(kernel) // 2
-    found = F.pad(last, (beside, beside)).unfold(-1, len(kernel), 1) @ weight  # CUDA's convolutions may round to TF32
+    # CUDA's convolutions may round to TF32
+    found = F.pad(last, (beside, beside)).unfold(-1, len(kernel), 1) @ weight
     return found.movedim(-1, dim)
 
 
@@ -115,14 +117,19 @@ def _where(compare: Callable[[Any, Any], Tensor]) -> Callable[..., Tensor]:
 
 def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(*tensors: Tensor | float) -> Tensor:
-        parts = [x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float32) for x in tensors]
+        parts = [
+            x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float32) for x in tensors
+        ]
         return function(*aligned(*parts))
 
     return run
 
 
-def _top(scores: Tensor, *, k: int, tolerance: float | None = None, lengths: Tensor | None = None) -> Tensor:
-    """int64 [S, k]; on CPU always exact, since nothing beats PyTorch's own (docs/results/flows.md)."""
+def _top(
+    scores: Tensor, *, k: int, tolerance: float | None = None, lengths: Tensor | None = None
+) -> Tensor:
+    """int64 [S, k]; on CPU always exact, since nothing beats PyTorch's own
+    (docs/results/flows.md)."""
     flat = scores.flatten(1)
     if lengths is None:
         lengths = torch.full((len(flat),), flat.shape[1], device=flat.device)
@@ -144,7 +151,8 @@ _REDUCTIONS: dict[str, tuple[Callable[..., Tensor], float]] = {
 }
 _ELEMENTWISE: dict[str, Callable[..., Tensor]] = {
     "Multiply": torch.mul, "Add": torch.add, "Maximum": torch.maximum, "Minimum": torch.minimum,
-    "Relu": torch.relu, "Sigmoid": torch.sigmoid, "Silu": F.silu, "Exp": torch.exp, "Log": torch.log, "Abs": torch.abs,
+    "Relu": torch.relu, "Sigmoid": torch.sigmoid, "Silu": F.silu, "Exp": torch.exp,
+    "Log": torch.log, "Abs": torch.abs,
     "Add_Mul": lambda x, scale, shift: x * scale + shift,
 }  # fmt: skip
 _COMPARISONS: dict[str, Callable[..., Tensor]] = {
@@ -155,7 +163,13 @@ OPERATORS = {
     for operator in (
         *(
             Operator(
-                name, INDEXER if name == "Sum" else BOTH, shapes.reduced, run, shapes.along, neutral, name == "Mean"
+                name,
+                INDEXER if name == "Sum" else BOTH,
+                shapes.reduced,
+                run,
+                shapes.along,
+                neutral,
+                name == "Mean",
             )
             for name, (run, neutral) in _REDUCTIONS.items()
         ),
@@ -164,27 +178,62 @@ OPERATORS = {
             for name, (run, _) in _REDUCTIONS.items()
             if name != "Sum"
         ),
-        *(Operator(name, BOTH, shapes.broadcast, _elementwise(function)) for name, function in _ELEMENTWISE.items()),
+        *(
+            Operator(name, BOTH, shapes.broadcast, _elementwise(function))
+            for name, function in _ELEMENTWISE.items()
+        ),
         *(
             Operator(f"Where{name}", BOTH, shapes.broadcast, _elementwise(_where(compare)))
             for name, compare in _COMPARISONS.items()
         ),
-        Operator("GeMM", BOTH, shapes.product, lambda x, y: torch.matmul(*aligned(x, y)), shapes.contracts_blocks),
+        Operator(
+            "GeMM",
+            BOTH,
+            shapes.product,
+            lambda x, y: torch.matmul(*aligned(x, y)),
+            shapes.contracts_blocks,
+        ),
         Operator("Kron", INDEXER, shapes.kron, _kron),
-        Operator("Softmax", INDEXER, shapes.same, lambda x, *, dim: x.softmax(dim), shapes.along, -math.inf),
-        Operator("Normalize", INDEXER, shapes.same, lambda x, *, dim: F.normalize(x, dim=dim), shapes.along),
+        Operator(
+            "Softmax",
+            INDEXER,
+            shapes.same,
+            lambda x, *, dim: x.softmax(dim),
+            shapes.along,
+            -math.inf,
+        ),
+        Operator(
+            "Normalize",
+            INDEXER,
+            shapes.same,
+            lambda x, *, dim: F.normalize(x, dim=dim),
+            shapes.along,
+        ),
         Operator("Conv1d", INDEXER, shapes.convolved, _conv1d, shapes.along),
         Operator(
-            "Reshape", BOTH, shapes.reshaped, lambda x, *, shape_to: x.reshape(*x.shape[:1], *_sizes(x, shape_to))
+            "Reshape",
+            BOTH,
+            shapes.reshaped,
+            lambda x, *, shape_to: x.reshape(*x.shape[:1], *_sizes(x, shape_to)),
         ),
         Operator("Transpose", INDEXER, shapes.transposed, lambda x: x.transpose(-2, -1)),
         Operator("MaskSlice", BOTH, shapes.same, _mask_slice, shapes.along, takes_lengths=True),
         Operator("Fill", CACHE, shapes.same, lambda x, *, value: torch.full_like(x, value)),
         Operator("CFill", CACHE, shapes.same, torch.zeros_like),
         Operator("Load", INDEXER, shapes.same, lambda x: x, of_cache=True),
-        Operator("Save", INDEXER, shapes.saved, lambda cache, x: x.reshape(cache.shape), of_cache=True),
+        Operator(
+            "Save", INDEXER, shapes.saved, lambda cache, x: x.reshape(cache.shape), of_cache=True
+        ),
         *(
-            Operator(name, INDEXER, shapes.selection, _top, lambda *_, **__: True, takes_lengths=True, selects=True)
+            Operator(
+                name,
+                INDEXER,
+                shapes.selection,
+                _top,
+                lambda *_, **__: True,
+                takes_lengths=True,
+                selects=True,
+            )
             for name in ("topK", "approxTopK")
         ),
         Operator("Union", INDEXER, shapes.union, _union, selects=True),
@@ -194,4 +243,8 @@ OPERATORS = {
 
 def _sizes(x: Tensor, shape_to: Shape) -> list[int]:
     """Sizes of the axes behind the first, the one over blocks as it is in this tensor."""
-    return [x.shape[axis] if isinstance(size, NumBlocks) else size for axis, size in enumerate(shape_to) if axis]
+    return [
+        x.shape[axis] if isinstance(size, NumBlocks) else size
+        for axis, size in enumerate(shape_to)
+        if axis
+    ]

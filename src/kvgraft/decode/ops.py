@@ -1,10 +1,10 @@
 """What a flow may apply (Vortex, Table 1).
 
-Tensors are those of one request: [1, B, ...] has an axis over its blocks, [1, ...] has none. Reductions leave an axis
-of size 1. Where ranks differ, the lower one gets axes of size 1 after the first. Numbers may stand for tensors.
-Applied to values of a flow, the functions record it; applied to a `VTensor`, they give the result at once, by applying
-the PyTorch operator to each sequence on its own: the truth that all else is held to.
-"""
+Tensors are those of one request: [1, B, ...] has an axis over its blocks, [1, ...] has none.
+Reductions leave an axis of size 1. Where ranks differ, the lower one gets axes of size 1 after the
+first. Numbers may stand for tensors. Applied to values of a flow, the functions record it; applied
+to a `VTensor`, they give the result at once, by applying the PyTorch operator to each sequence on
+its own: the truth that all else is held to."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
@@ -29,7 +29,10 @@ def _apply(operator: Operator, inputs: tuple[Any, ...], options: dict[str, Any])
     shapes = [given.shape if isinstance(given, VTensor) else () for given in inputs]
     axis = 1 if operator.selects else block_axis(operator.infer(*shapes, **options))
     results = [
-        operator.run(*(given.sequence(i) if isinstance(given, VTensor) else given for given in inputs), **options)
+        operator.run(
+            *(given.sequence(i) if isinstance(given, VTensor) else given for given in inputs),
+            **options,
+        )
         for i in range(vtensors[0].num_sequences)
     ]
     return VTensor.of(results, axis)
@@ -111,7 +114,8 @@ def Add_Mul(x: Operand, scale: Operand | float, shift: Operand | float) -> Opera
 
 
 def Kron(x: Operand, y: Operand) -> Operand:
-    """Kronecker product over the last two axes, [..., m, n] and [..., p, q] -> [..., m * p, n * q]."""
+    """Kronecker product over the last two axes, [..., m, n] and [..., p, q] -> [..., m * p, n *
+    q]."""
     return apply("Kron", x, y)
 
 
@@ -145,32 +149,44 @@ def Abs(x: Operand) -> Operand:
     return apply("Abs", x)
 
 
-def WhereEq(x: Operand, y: Operand | float, then: Operand | float, otherwise: Operand | float) -> Operand:
+def WhereEq(
+    x: Operand, y: Operand | float, then: Operand | float, otherwise: Operand | float
+) -> Operand:
     """`then` where x = y, else `otherwise`."""
     return apply("WhereEq", x, y, then, otherwise)
 
 
-def WhereNe(x: Operand, y: Operand | float, then: Operand | float, otherwise: Operand | float) -> Operand:
+def WhereNe(
+    x: Operand, y: Operand | float, then: Operand | float, otherwise: Operand | float
+) -> Operand:
     """`then` where x and y differ, else `otherwise`."""
     return apply("WhereNe", x, y, then, otherwise)
 
 
-def WhereGt(x: Operand, y: Operand | float, then: Operand | float, otherwise: Operand | float) -> Operand:
+def WhereGt(
+    x: Operand, y: Operand | float, then: Operand | float, otherwise: Operand | float
+) -> Operand:
     """`then` where x > y, else `otherwise`."""
     return apply("WhereGt", x, y, then, otherwise)
 
 
-def WhereGe(x: Operand, y: Operand | float, then: Operand | float, otherwise: Operand | float) -> Operand:
+def WhereGe(
+    x: Operand, y: Operand | float, then: Operand | float, otherwise: Operand | float
+) -> Operand:
     """`then` where x >= y, else `otherwise`."""
     return apply("WhereGe", x, y, then, otherwise)
 
 
-def WhereLt(x: Operand, y: Operand | float, then: Operand | float, otherwise: Operand | float) -> Operand:
+def WhereLt(
+    x: Operand, y: Operand | float, then: Operand | float, otherwise: Operand | float
+) -> Operand:
     """`then` where x < y, else `otherwise`."""
     return apply("WhereLt", x, y, then, otherwise)
 
 
-def WhereLe(x: Operand, y: Operand | float, then: Operand | float, otherwise: Operand | float) -> Operand:
+def WhereLe(
+    x: Operand, y: Operand | float, then: Operand | float, otherwise: Operand | float
+) -> Operand:
     """`then` where x <= y, else `otherwise`."""
     return apply("WhereLe", x, y, then, otherwise)
 
@@ -186,12 +202,14 @@ def Normalize(x: Operand, dim: int) -> Operand:
 
 
 def Conv1d(x: Operand, kernel: Sequence[float], dim: int = 1) -> Operand:
-    """x along an axis, each entry the sum of its neighbours times an odd number of weights; zeros beyond the ends."""
+    """x along an axis, each entry the sum of its neighbours times an odd number of weights; zeros
+    beyond the ends."""
     return apply("Conv1d", x, dim=dim, kernel=tuple(kernel))
 
 
 def Reshape(x: Operand, shape: Shape) -> Operand:
-    """As many entries in another shape, [1, ...]; the axis over blocks, `x.shape[1]`, stays the second."""
+    """As many entries in another shape, [1, ...]; the axis over blocks, `x.shape[1]`, stays the
+    second."""
     return apply("Reshape", x, shape_to=tuple(shape))
 
 
@@ -201,7 +219,8 @@ def Transpose(x: Operand) -> Operand:
 
 
 def MaskSlice(x: Operand, start: int, stop: int | None, dim: int = 1, fill: float = 0.0) -> Operand:
-    """x in [start, stop) along an axis, `fill` outside; negative ends count from the end, None is the end."""
+    """x in [start, stop) along an axis, `fill` outside; negative ends count from the end, None is
+    the end."""
     return apply("MaskSlice", x, start=start, stop=stop, dim=dim, fill=fill)
 
 
@@ -231,7 +250,8 @@ def topK(scores: Operand, k: int) -> Operand:
 
 
 def approxTopK(scores: Operand, k: int, tolerance: float = 0.1) -> Operand:
-    """As topK, but of the k blocks this share may be any of those whose scores are near the k-th best (section 5.2)."""
+    """As topK, but of the k blocks this share may be any of those whose scores are near the k-th
+    best (section 5.2)."""
     return apply("approxTopK", scores, k=k, tolerance=tolerance)
 
 

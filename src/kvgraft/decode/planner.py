@@ -1,8 +1,9 @@
-"""From a traced flow to what a step executes: operators that share a template are computed together (Vortex, 5.1).
+"""From a traced flow to what a step executes: operators that share a template are computed together
+(Vortex, 5.1).
 
-Three templates. *Query*: without blocks, once for each sequence. *Chunk*: block by block, so that a chunk of blocks can
-go through all operators of a group while it is in the cache. *Special*: looks across blocks, one operator at a time.
-"""
+Three templates. *Query*: without blocks, once for each sequence. *Chunk*: block by block, so that a
+chunk of blocks can go through all operators of a group while it is in the cache. *Special*: looks
+across blocks, one operator at a time."""
 
 import math
 from collections.abc import Sequence
@@ -53,12 +54,16 @@ def template_of(value: Value) -> Template:
     shapes = [given.shape if isinstance(given, Value) else () for given in value.inputs]
     if operator.selects or value.saves_to or operator.crosses(*shapes, **value.options):
         return Template.SPECIAL
-    return Template.QUERY if all(block_axis(shape) is None for shape in (value.shape, *shapes)) else Template.CHUNK
+    return (
+        Template.QUERY
+        if all(block_axis(shape) is None for shape in (value.shape, *shapes))
+        else Template.CHUNK
+    )
 
 
 def plan(program: Program) -> tuple[Group, ...]:
-    """The groups of forward_indexer, in order: each operator joins the earliest group of its template in which
-    everything that it needs is known."""
+    """The groups of forward_indexer, in order: each operator joins the earliest group of its
+    template in which everything that it needs is known."""
     members: list[tuple[Template, list[Value]]] = []
     made_in: dict[Value, int] = {}
     for value in program.indexer:
@@ -77,7 +82,9 @@ def plan(program: Program) -> tuple[Group, ...]:
 
 def unfused(program: Program) -> tuple[Group, ...]:
     """As `plan`, each operator on its own."""
-    return tuple(_group(template_of(value), [value], _needed([value], program)) for value in program.indexer)
+    return tuple(
+        _group(template_of(value), [value], _needed([value], program)) for value in program.indexer
+    )
 
 
 def plan_cache(program: Program) -> Group:
@@ -88,13 +95,18 @@ def plan_cache(program: Program) -> Group:
 def _needed(values: Sequence[Value], program: Program) -> tuple[Value, ...]:
     """Those that other operators of forward_indexer read, or that outlast it."""
     own = set(values)
-    needed = {given for value in program.indexer if value not in own for given in value.inputs} | {program.selection}
+    needed = {given for value in program.indexer if value not in own for given in value.inputs} | {
+        program.selection
+    }
     return tuple(value for value in values if value in needed or value.saves_to)
 
 
 def _group(template: Template, values: Sequence[Value], outputs: tuple[Value, ...]) -> Group:
     own = set(values)
     inputs = dict.fromkeys(
-        given for value in values for given in value.inputs if isinstance(given, Value) and given not in own
+        given
+        for value in values
+        for given in value.inputs
+        if isinstance(given, Value) and given not in own
     )
     return Group(template, tuple(values), tuple(inputs), outputs)

@@ -1,4 +1,5 @@
-"""Shapes of what the operators give, as one request sees them, and what they look along; ValueError where none fits."""
+"""Shapes of what the operators give, as one request sees them, and what they look along; ValueError
+where none fits."""
 
 import math
 from collections.abc import Sequence
@@ -19,13 +20,16 @@ def align(shape: Shape, rank: int) -> Shape:
 
 
 def broadcast(*shapes: Shape) -> Shape:
-    """The shape of an elementwise result; tensors of lower rank get axes of size 1 after the first."""
+    """The shape of an elementwise result; tensors of lower rank get axes of size 1 after the
+    first."""
     rank = max(map(len, shapes))
     result: list[Dim] = [1] * rank
     for shape in shapes:
         for axis, size in enumerate(align(shape, rank)):
             if size != 1 and result[axis] not in (1, size):
-                raise ValueError(f"shapes {' and '.join(map(describe, filter(None, shapes)))} do not fit")
+                raise ValueError(
+                    f"shapes {' and '.join(map(describe, filter(None, shapes)))} do not fit"
+                )
             result[axis] = size if size != 1 else result[axis]
     return _checked(tuple(result))
 
@@ -48,7 +52,9 @@ def _checked(shape: Shape) -> Shape:
 
 def _axis(shape: Shape, dim: int) -> int:
     if not isinstance(dim, int) or not -len(shape) < dim < len(shape) or dim % len(shape) == 0:
-        raise ValueError(f"dim must be from 1 to {len(shape) - 1} for {describe(shape)}, got {dim!r}")
+        raise ValueError(
+            f"dim must be from 1 to {len(shape) - 1} for {describe(shape)}, got {dim!r}"
+        )
     return dim % len(shape)
 
 
@@ -71,7 +77,9 @@ def grouped(shape: Shape, *, dim: int, size: int) -> Shape:
     axis = _axis(shape, dim)
     count = shape[axis]
     if isinstance(count, NumBlocks) or not isinstance(size, int) or size < 1 or count % size:
-        raise ValueError(f"the axis {dim} of {describe(shape)} cannot be cut into groups of {size!r}")
+        raise ValueError(
+            f"the axis {dim} of {describe(shape)} cannot be cut into groups of {size!r}"
+        )
     return (*shape[:axis], count // size, *shape[axis + 1 :])
 
 
@@ -79,7 +87,10 @@ def product(x: Shape, y: Shape) -> Shape:
     rank = max(len(x), len(y))
     x, y = align(x, rank), align(y, rank)
     if rank < 3 or x[-1] != y[-2]:
-        raise ValueError(f"{describe(x)} and {describe(y)}: the last axis of one must be the last but one of the other")
+        raise ValueError(
+            f"{describe(x)} and {describe(y)}: the last axis of one must be the last but one of "
+            "the other"
+        )
     return _checked((*broadcast(x[:-2], y[:-2]), x[-2], y[-1]))
 
 
@@ -92,7 +103,10 @@ def kron(x: Shape, y: Shape) -> Shape:
     x, y = align(x, rank), align(y, rank)
     inner = [(a, b) for a, b in zip(x[-2:], y[-2:], strict=True)]
     if rank < 4 or any(isinstance(size, NumBlocks) for pair in inner for size in pair):
-        raise ValueError(f"{describe(x)} and {describe(y)}: the last two axes must be behind the axis over blocks")
+        raise ValueError(
+            f"{describe(x)} and {describe(y)}: the last two axes must be behind the axis over "
+            "blocks"
+        )
     return (*broadcast(x[:-2], y[:-2]), *(a * b for a, b in inner))  # type: ignore[operator]
 
 
@@ -100,10 +114,19 @@ def reshaped(shape: Shape, *, shape_to: Shape) -> Shape:
     def sizes(of: Shape) -> tuple[int, int]:
         """Of what lies before B and behind it; of everything without."""
         axis = block_axis(of) or 0
-        return math.prod(cast(Sequence[int], of[:axis])), math.prod(cast(Sequence[int], of[axis + 1 :]))
+        return math.prod(cast(Sequence[int], of[:axis])), math.prod(
+            cast(Sequence[int], of[axis + 1 :])
+        )
 
-    if shape_to[:1] != shape[:1] or block_axis(shape_to) != block_axis(shape) or sizes(shape) != sizes(shape_to):
-        raise ValueError(f"{describe(shape)} cannot become {describe(shape_to)}: as many entries, and B where it was")
+    if (
+        shape_to[:1] != shape[:1]
+        or block_axis(shape_to) != block_axis(shape)
+        or sizes(shape) != sizes(shape_to)
+    ):
+        raise ValueError(
+            f"{describe(shape)} cannot become {describe(shape_to)}: as many entries, and B where "
+            "it was"
+        )
     return shape_to
 
 
@@ -129,8 +152,13 @@ def selection(shape: Shape, *, k: int, tolerance: float | None = None) -> Shape:
     require_at_least("k", k, 1)
     if tolerance is not None:
         require_share("tolerance", tolerance)
-    if not any(isinstance(size, NumBlocks) for size in shape) or math.prod(x for x in shape if isinstance(x, int)) != 1:
-        raise ValueError(f"{describe(shape)} has not one score for each block: reduce it to [1, B, 1]")
+    if (
+        not any(isinstance(size, NumBlocks) for size in shape)
+        or math.prod(x for x in shape if isinstance(x, int)) != 1
+    ):
+        raise ValueError(
+            f"{describe(shape)} has not one score for each block: reduce it to [1, B, 1]"
+        )
     return (1, k)
 
 

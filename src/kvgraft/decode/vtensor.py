@@ -1,7 +1,8 @@
-"""vTensor: a tensor of a batch of sequences, and how it is laid out (Vortex, section 4.1, sections 8 and 9).
+"""vTensor: a tensor of a batch of sequences, and how it is laid out (Vortex, section 4.1, sections
+8 and 9).
 
-A flow is written for one request: there a tensor is [1, ...], and one with an axis over the blocks of the request has
-it second, [1, B, ...]. B differs between requests; all other sizes are the same.
+A flow is written for one request: there a tensor is [1, ...], and one with an axis over the blocks
+of the request has it second, [1, B, ...]. B differs between requests; all other sizes are the same.
 """
 
 from collections.abc import Sequence
@@ -46,7 +47,8 @@ class VTensor:
 
     Attributes:
         data: batch [S, ...]; ragged [n, ...]; paged [pages, ...].
-        indptr: int64 [S + 1] of ragged and paged tensors: where each sequence begins in `data` or in `indices`.
+        indptr: int64 [S + 1] of ragged and paged tensors: where each sequence begins in `data` or
+            in `indices`.
         indices: int64 [n] of paged tensors: pages of the sequences, end to end.
         axis: where one request sees the axis over blocks, which `data` has first.
 
@@ -91,7 +93,9 @@ class VTensor:
         """As one request sees it."""
         inner = self.data.shape[1:]
         return (
-            (1, *inner) if self.indptr is None else (1, *inner[: self.axis - 1], NumBlocks(), *inner[self.axis - 1 :])
+            (1, *inner)
+            if self.indptr is None
+            else (1, *inner[: self.axis - 1], NumBlocks(), *inner[self.axis - 1 :])
         )
 
     def sequence(self, number: int) -> Tensor:
@@ -108,4 +112,6 @@ class VTensor:
         if axis is None:
             return cls(torch.cat(list(sequences)))
         counts = torch.tensor([0, *(part.shape[axis] for part in sequences)])
-        return cls(torch.cat([part.movedim(axis, 1)[0] for part in sequences]), counts.cumsum(0), axis=axis)
+        return cls(
+            torch.cat([part.movedim(axis, 1)[0] for part in sequences]), counts.cumsum(0), axis=axis
+        )

@@ -1,4 +1,5 @@
-"""Lines of a Triton kernel: values are tensors [tile, ...] of one sequence's blocks, padded to powers of two."""
+"""Lines of a Triton kernel: values are tensors [tile, ...] of one sequence's blocks, padded to
+powers of two."""
 
 import math
 from collections.abc import Iterator
@@ -10,7 +11,8 @@ from kvgraft.decode.vtensor import NumBlocks, Shape
 
 
 class Writer:
-    """The body of a kernel, as operators write it. What they read is loaded when it is first needed.
+    """The body of a kernel, as operators write it. What they read is loaded when it is first
+    needed.
 
     Args:
         tile: blocks of a program.
@@ -26,7 +28,9 @@ class Writer:
         self.inputs: dict[Value, str] = before.inputs if before else {}
         self._tile = tile
         names = before._names.items() if before else ()
-        self._names: dict[Value, str] = {value: name for value, name in names if block_axis(value.shape) is None}
+        self._names: dict[Value, str] = {
+            value: name for value, name in names if block_axis(value.shape) is None
+        }
         self._count: Iterator[int] = before._count if before else count()
 
     def define(self, value: Value, expression: str) -> None:
@@ -49,15 +53,20 @@ class Writer:
         if given not in self._names:
             self._names[given] = self._load(given)
         name, own = self._names[given], len(given.shape) - 1
-        return name if own >= rank else f"{name}[{', '.join(['None'] * (rank - own) + [':'] * own)}]"
+        return (
+            name if own >= rank else f"{name}[{', '.join(['None'] * (rank - own) + [':'] * own)}]"
+        )
 
     def masked(self, value: Value, axis: int, neutral: float, rank: int = 0) -> str:
-        """A value, maybe of a higher rank, whose padding along an axis of the tile holds what an operator passes by."""
+        """A value, maybe of a higher rank, whose padding along an axis of the tile holds what an
+        operator passes by."""
         rank = max(rank, len(value.shape) - 1)
         size, name = align(value.shape, rank + 1)[axis + 1], self.operand(value, rank)
         if isinstance(size, NumBlocks) or size == power(size):
             return name
-        return self.let(f"tl.where({self.index(size, axis, rank)} < {size}, {name}, {number(neutral)})")
+        return self.let(
+            f"tl.where({self.index(size, axis, rank)} < {size}, {name}, {number(neutral)})"
+        )
 
     def index(self, size: int, axis: int, rank: int) -> str:
         """Numbers of the entries along an axis of a tensor of this rank."""
@@ -78,9 +87,11 @@ class Writer:
         at, mask = self._address(name, value.shape, is_cache(value), by_head=is_of_model(value))
         return self.let(f"tl.load({at}{mask}{', other=0.0' if mask else ''}).to(tl.float32)")
 
-    def _address(self, name: str, shape: Shape, cached: bool, by_head: bool = False) -> tuple[str, str]:
-        """Pointers to a tile of a tensor, and an argument that says which are there; a cache is addressed by row, or by
-        block and head, if it is the model's."""
+    def _address(
+        self, name: str, shape: Shape, cached: bool, by_head: bool = False
+    ) -> tuple[str, str]:
+        """Pointers to a tile of a tensor, and an argument that says which are there; a cache is
+        addressed by row, or by block and head, if it is the model's."""
         rank, parts, inside = len(shape) - 1, [name], []
         place = "row % heads" if by_head else "row" if cached else "b"
         if not cached:

@@ -1,4 +1,5 @@
-"""The files of a model directory: JSON, safetensors headers, and a fingerprint of the whole checkpoint."""
+"""The files of a model directory: JSON, safetensors headers, and a fingerprint of the whole
+checkpoint."""
 
 import hashlib
 from pathlib import Path
@@ -23,11 +24,13 @@ class _StoredTensor(msgspec.Struct):
 
 
 class UnsupportedModel(ValueError):
-    """The model directory is readable, but this engine would not compute the same function as its authors."""
+    """The model directory is readable, but this engine would not compute the same function as its
+    authors."""
 
 
 def weight_files(model_dir: Path) -> tuple[Path, ...]:
-    """The safetensors files of the checkpoint: `model.safetensors`, or the shards that its index names.
+    """The safetensors files of the checkpoint: `model.safetensors`, or the shards that its index
+    names.
 
     Raises:
         FileNotFoundError: there is neither, or a shard is missing.
@@ -36,7 +39,9 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
     if single.is_file():
         return (single,)
     if not index.is_file():
-        raise FileNotFoundError(f"{model_dir} has no model.safetensors and no {index.name}: convert the weights first")
+        raise FileNotFoundError(
+            f"{model_dir} has no model.safetensors and no {index.name}: convert the weights first"
+        )
     names = sorted(set(read_json(index, _Index).weight_map.values()))
     for name in names:
         if Path(name).name != name or not (model_dir / name).is_file():
@@ -60,31 +65,38 @@ def read_json(path: Path, kind: type[_T]) -> _T:
 
 
 def _read_header(path: Path) -> tuple[bytes, dict[str, _StoredTensor]]:
-    """The header of a safetensors file (an 8-byte little-endian length, then that many bytes of JSON), and decoded."""
+    """The header of a safetensors file (an 8-byte little-endian length, then that many bytes of
+    JSON), and decoded."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = file.read(min(size, _MAX_HEADER_BYTES))
     try:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
-        return header, {name: msgspec.json.decode(entry, type=_StoredTensor) for name, entry in entries.items()}
+        return header, {
+            name: msgspec.json.decode(entry, type=_StoredTensor) for name, entry in entries.items()
+        }
     except msgspec.DecodeError as error:
         raise UnsupportedModel(f"{path} is not a safetensors file: {error}") from error
 
 
 def stored_dtype(files: tuple[Path, ...]) -> torch.dtype:
-    """The dtype of a checkpoint's weights; UnsupportedModel if the native engine does not compute in it."""
+    """The dtype of a checkpoint's weights; UnsupportedModel if the native engine does not compute
+    in it."""
     dtypes = {tensor.dtype for path in files for tensor in _read_header(path)[1].values()}
     if not dtypes or not dtypes <= _STORED_DTYPES.keys():
-        raise UnsupportedModel(f"weights of dtypes {sorted(dtypes)} are not supported: F32, F16 and BF16 are")
+        raise UnsupportedModel(
+            f"weights of dtypes {sorted(dtypes)} are not supported: F32, F16 and BF16 are"
+        )
     return _STORED_DTYPES[min(dtypes)]
 
 
 def identify(model_dir: str | Path) -> str:
-    """Hexadecimal SHA-256 over config.json and every weight file's name, size, header and a sample per tensor, whatever
-    the weights are: whoever computes with them.
+    """Hexadecimal SHA-256 over config.json and every weight file's name, size, header and a sample
+    per tensor, whatever the weights are: whoever computes with them.
 
-    The samples tell two checkpoints of one shape apart (a model and its fine-tune) without reading them whole.
+    The samples tell two checkpoints of one shape apart (a model and its fine-tune) without reading
+    them whole.
 
     Raises:
         FileNotFoundError: the directory, its config.json or its safetensors files are missing.

@@ -1,4 +1,5 @@
-"""What a model directory holds, read once and refused early when the engine could not run it exactly."""
+"""What a model directory holds, read once and refused early when the engine could not run it
+exactly."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,13 @@ import msgspec
 import torch
 from transformers import AutoConfig
 
-from kvgraft.engine.checkpoint import UnsupportedModel, identify, read_json, stored_dtype, weight_files
+from kvgraft.engine.checkpoint import (
+    UnsupportedModel,
+    identify,
+    read_json,
+    stored_dtype,
+    weight_files,
+)
 from kvgraft.engine.experts import Experts, read_experts
 from kvgraft.kv.rope import Rope
 from kvgraft.kv.rope_scaling import mscale
@@ -54,10 +61,13 @@ class LatentAttention:
     Attributes:
         rank: of the latent, from which all heads get their keys and values.
         query_rank: of the queries' own latent; None if they have none.
-        nope_dim, rope_dim: of a query head, the channels that know no position, and those that turn with it.
+        nope_dim, rope_dim: of a query head, the channels that know no position, and those that turn
+            with it.
         value_dim: of a head.
-        logit_factor: by which the attention logits grow with the context that YaRN added (`mscale_all_dim`).
-        interleaved: whether channel 2i of `rope_dim` turns with 2i + 1, not i with the one in the other half.
+        logit_factor: by which the attention logits grow with the context that YaRN added
+            (`mscale_all_dim`).
+        interleaved: whether channel 2i of `rope_dim` turns with 2i + 1, not i with the one in the
+            other half.
     """
 
     rank: int
@@ -76,17 +86,20 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of the Llama family, maybe with experts (Qwen3-MoE), or one with latent attention (DeepSeek) and none.
+    """A decoder of the Llama family, maybe with experts (Qwen3-MoE), or one with latent attention
+    (DeepSeek) and none.
 
     Attributes:
-        num_kv_heads, head_dim: of what the KV cache holds; with latent attention one head of `rank + rope_dim`.
+        num_kv_heads, head_dim: of what the KV cache holds; with latent attention one head of `rank
+            + rope_dim`.
         latent: None with grouped-query attention.
         intermediate_size: of the FFNs that are no experts.
         experts: None if no layer has any.
         max_position: number of positions the model was made for.
         qk_norm: RMSNorm over each query and key head before rotation (Qwen3).
         qkv_bias, out_bias, mlp_bias: whether those linear layers have biases.
-        eos_token_ids: the ids that end a generation, of config.json and generation_config.json together.
+        eos_token_ids: the ids that end a generation, of config.json and generation_config.json
+            together.
         dtype: as stored in the checkpoint.
         identity: hexadecimal SHA-256 fingerprint of the checkpoint; part of every cache key.
     """
@@ -131,7 +144,11 @@ class ModelConfig:
         """Floating-point operations to get one token's queries, keys and values in one layer."""
         if self.latent is not None:
             width, queries = self.latent.query_rank, self.num_heads * self.latent.query_dim
-            of_queries = self.hidden_size * queries if width is None else width * (self.hidden_size + queries)
+            of_queries = (
+                self.hidden_size * queries
+                if width is None
+                else width * (self.hidden_size + queries)
+            )
             absorbed = self.num_heads * self.latent.nope_dim * self.latent.rank
             return 2 * (of_queries + absorbed + self.hidden_size * self.head_dim)
         return 2 * self.hidden_size * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
@@ -140,7 +157,9 @@ class ModelConfig:
     def output_flops(self) -> int:
         """Those to project one token's attention output in one layer."""
         if self.latent is not None:
-            return 2 * self.num_heads * self.latent.value_dim * (self.latent.rank + self.hidden_size)
+            return (
+                2 * self.num_heads * self.latent.value_dim * (self.latent.rank + self.hidden_size)
+            )
         return 2 * self.num_heads * self.head_dim * self.hidden_size
 
     @property
@@ -149,18 +168,23 @@ class ModelConfig:
         return 4 * self.num_heads * self.head_dim
 
     def ffn_flops(self, layer: int) -> int:
-        """Those of one token's FFN in a layer; of experts, of those that it goes through and of the router."""
+        """Those of one token's FFN in a layer; of experts, of those that it goes through and of the
+        router."""
         if self.experts is not None and layer in self.experts.layers:
-            return self.hidden_size * (6 * self.experts.active * self.experts.inner_size + 2 * self.experts.count)
+            return self.hidden_size * (
+                6 * self.experts.active * self.experts.inner_size + 2 * self.experts.count
+            )
         return 6 * self.hidden_size * self.intermediate_size
 
 
 def load_config(model_dir: str | Path) -> ModelConfig:
-    """Read config.json, generation_config.json and the safetensors headers of a Hugging Face model directory.
+    """Read config.json, generation_config.json and the safetensors headers of a Hugging Face model
+    directory.
 
     Raises:
         FileNotFoundError: the directory, its config.json or its safetensors files are missing.
-        UnsupportedModel: the model is not one that this engine computes exactly; the message says why.
+        UnsupportedModel: the model is not one that this engine computes exactly; the message says
+            why.
     """
     model_dir = Path(model_dir)
     architecture = _supported_architecture(read_json(model_dir / "config.json", _RawConfig))
@@ -202,26 +226,36 @@ def _supported_architecture(raw: _RawConfig) -> str:
     architecture = raw.architectures[0] if raw.architectures else "None"
     if raw.auto_map:
         raise UnsupportedModel("the model brings its own code (auto_map), which is never run")
-    if architecture not in SUPPORTED_ARCHITECTURES or raw.model_type != SUPPORTED_ARCHITECTURES[architecture]:
+    if (
+        architecture not in SUPPORTED_ARCHITECTURES
+        or raw.model_type != SUPPORTED_ARCHITECTURES[architecture]
+    ):
         raise UnsupportedModel(
             f"architecture {architecture} of model_type {raw.model_type!r} is not supported: "
             f"{', '.join(SUPPORTED_ARCHITECTURES)} are"
         )
     if raw.quantization_config:
-        raise UnsupportedModel("quantized checkpoints are not supported: float32, float16 and bfloat16 are")
+        raise UnsupportedModel(
+            "quantized checkpoints are not supported: float32, float16 and bfloat16 are"
+        )
     return architecture
 
 
 def _with_defaults(model_dir: Path) -> Any:
     """The transformers config: defaults filled in, old spellings made new."""
     try:
-        return AutoConfig.from_pretrained(str(model_dir), trust_remote_code=False, local_files_only=True)
+        return AutoConfig.from_pretrained(
+            str(model_dir), trust_remote_code=False, local_files_only=True
+        )
     except Exception as error:  # its validators raise many kinds
-        raise UnsupportedModel(f"transformers refuses {model_dir / 'config.json'}: {error}") from error
+        raise UnsupportedModel(
+            f"transformers refuses {model_dir / 'config.json'}: {error}"
+        ) from error
 
 
 def _refuse_inexact(hf: Any, architecture: str) -> None:
-    """Refuse what the decoder does not compute, on the config with transformers' defaults filled in."""
+    """Refuse what the decoder does not compute, on the config with transformers' defaults filled
+    in."""
     if hf.hidden_act != "silu":
         raise UnsupportedModel(f"activation {hf.hidden_act!r} is not supported: silu is")
     for name in _SIZES:
@@ -229,38 +263,53 @@ def _refuse_inexact(hf: Any, architecture: str) -> None:
             raise UnsupportedModel(f"{name} must be positive, got {getattr(hf, name)}")
     if hf.num_attention_heads % hf.num_key_value_heads:
         raise UnsupportedModel(
-            f"{hf.num_attention_heads} query heads cannot share {hf.num_key_value_heads} key-value heads evenly"
+            f"{hf.num_attention_heads} query heads cannot share {hf.num_key_value_heads} key-value "
+            "heads evenly"
         )
     window = getattr(hf, "sliding_window", None)
     local_layers = set(getattr(hf, "layer_types", None) or ()) - {"full_attention"}
-    in_all_layers = architecture in ("MistralForCausalLM", "Qwen3MoeForCausalLM") and window is not None
+    in_all_layers = (
+        architecture in ("MistralForCausalLM", "Qwen3MoeForCausalLM") and window is not None
+    )
     slides = bool(local_layers) or in_all_layers
     if slides and (window is None or window < hf.max_position_embeddings):
         raise UnsupportedModel(
-            f"sliding-window attention (sliding_window {window}, {hf.max_position_embeddings} positions) is not "
+            f"sliding-window attention (sliding_window {window}, {hf.max_position_embeddings} "
+            "positions) is not "
             "supported: full attention, or a window that covers every position, is"
         )
 
 
 def _latent(hf: Any) -> LatentAttention:
-    """Sizes of a DeepSeek model, if it has no experts and nothing else that the decoder does not compute."""
+    """Sizes of a DeepSeek model, if it has no experts and nothing else that the decoder does not
+    compute."""
     if hf.first_k_dense_replace < hf.num_hidden_layers:
         raise UnsupportedModel(
-            f"layers of experts are not supported: first_k_dense_replace {hf.first_k_dense_replace} of "
+            "layers of experts are not supported: first_k_dense_replace "
+            f"{hf.first_k_dense_replace} of "
             f"{hf.num_hidden_layers} layers are dense, and all must be"
         )
     if hf.attention_bias:
         raise UnsupportedModel("attention_bias with latent attention is not supported")
     if hf.num_key_value_heads != hf.num_attention_heads:
         raise UnsupportedModel(
-            f"num_key_value_heads {hf.num_key_value_heads} with latent attention: only as many as query heads, "
+            f"num_key_value_heads {hf.num_key_value_heads} with latent attention: only as many as "
+            "query heads, "
             f"{hf.num_attention_heads}, are supported"
         )
-    for name in ("qk_nope_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim"):
+    for name in (
+        "qk_nope_head_dim",
+        "v_head_dim",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_rope_head_dim",
+    ):
         size, halved = getattr(hf, name), name in ("kv_lora_rank", "qk_rope_head_dim")
         if (size is None and name == "q_lora_rank") or (size > 0 and not (halved and size % 2)):
             continue
-        raise UnsupportedModel(f"{name} must be positive{' and even' if halved else ''}, got {size}")
+        raise UnsupportedModel(
+            f"{name} must be positive{' and even' if halved else ''}, got {size}"
+        )
     scaling = hf.rope_parameters  # validated by transformers
     mscale_all_dim = scaling.get("mscale_all_dim") if scaling["rope_type"] != "default" else None
     return LatentAttention(

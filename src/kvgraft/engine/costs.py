@@ -14,12 +14,18 @@ from kvgraft.reuse.cost import CostModel
 
 
 def make_cost_model(
-    costs: str | Path | Costs | None, exactness_weight: float, decoder: Decoder, cache: KVCache, max_length: int
+    costs: str | Path | Costs | None,
+    exactness_weight: float,
+    decoder: Decoder,
+    cache: KVCache,
+    max_length: int,
 ) -> CostModel | None:
     """As the arguments of `Engine` say; the cache must be empty."""
     if costs is None:
         return None
-    return CostModel(find_costs(costs, partial(measure_costs, decoder, cache, max_length)), exactness_weight)
+    return CostModel(
+        find_costs(costs, partial(measure_costs, decoder, cache, max_length)), exactness_weight
+    )
 
 
 @torch.inference_mode()
@@ -29,7 +35,10 @@ def measure_costs(decoder: Decoder, cache: KVCache, max_length: int) -> Costs:
 
     def context(plan: Plan) -> NativePrefill:
         slots = torch.arange(plan.num_tokens, device=decoder.device).expand(lists, -1)
-        tokens, sources = torch.zeros(plan.num_tokens, dtype=torch.int64), plan.graft_sources.expand(lists, -1)
+        tokens, sources = (
+            torch.zeros(plan.num_tokens, dtype=torch.int64),
+            plan.graft_sources.expand(lists, -1),
+        )
         return NativePrefill(decoder, cache, plan, tokens, [slots], sources)
 
     on_gpu = decoder.device.type == "cuda"

@@ -1,4 +1,5 @@
-"""One decode step of the native engine: a token of every running sequence, dense or as its flow says."""
+"""One decode step of the native engine: a token of every running sequence, dense or as its flow
+says."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,14 +32,19 @@ def decode(
     """
     numbers = numbers_of(cache, sequences, len(sequences), num_blocks(cache, sequences))
     step = StepInputs.of(cache, upload(cache.keys.device, numbers)[0], len(sequences))
-    contexts = tuple(Context(torch.tensor([sequence.num_computed]), sequence.pages.slots) for sequence in sequences)
+    contexts = tuple(
+        Context(torch.tensor([sequence.num_computed]), sequence.pages.slots)
+        for sequence in sequences
+    )
     batches = [flows.batch(followers, step.rows.pages[:, 0]) for followers in followed]
     layout = AttentionLayout(contexts, cache.layout.sinks, cache.layout.window, step.rows)
     attention = StepAttention(cache, flows, layout, batches, decoder.config.attention_scale)
     return decoder.logits(last_hidden(decoder, attention, step, longest(sequences)))
 
 
-def last_hidden(decoder: Decoder, attention: "StepAttention", step: "StepInputs", length: int) -> Tensor:
+def last_hidden(
+    decoder: Decoder, attention: "StepAttention", step: "StepInputs", length: int
+) -> Tensor:
     """Hidden states [b, D] that leave the last layer; keys and values are written to the pool.
 
     Args:
@@ -65,8 +71,11 @@ def longest(sequences: Sequence[SequenceState]) -> int:
     return max(sequence.num_computed + sequence.num_dropped for sequence in sequences) + 1
 
 
-def numbers_of(cache: KVCache, sequences: Sequence[SequenceState], rows: int, blocks: int) -> Tensor:
-    """All that a step needs to know of the next token of each sequence, int64 [n] on the CPU, as `StepInputs` has it.
+def numbers_of(
+    cache: KVCache, sequences: Sequence[SequenceState], rows: int, blocks: int
+) -> Tensor:
+    """All that a step needs to know of the next token of each sequence, int64 [n] on the CPU, as
+    `StepInputs` has it.
 
     Rows behind the last sequence are padding, which sees nothing and is written nowhere.
     """
@@ -106,7 +115,11 @@ class StepInputs:
         sizes = [rows, rows, rows, num_lists * rows]
         tokens, positions, places, slots, pages = numbers.split([*sizes, len(numbers) - sum(sizes)])
         pages = pages.view(rows, num_lists, -1)
-        return cls(tokens, positions, StepRows(places, slots.view(num_lists, rows), pages, cache.block_size))
+        return cls(
+            tokens,
+            positions,
+            StepRows(places, slots.view(num_lists, rows), pages, cache.block_size),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +139,9 @@ class StepAttention:
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
         """Queries [b, Hq, d] -> [b, Hq, d], of keys and values in the pool."""
-        sparse = tuple(batch for batch in self.batches if layer not in batch.indexer.program.flow.layers_skip)
+        sparse = tuple(
+            batch for batch in self.batches if layer not in batch.indexer.program.flow.layers_skip
+        )
         if not sparse:
             return self._dense(layer, query, self.layout)
         if sparse[0].rows is None:
@@ -141,7 +156,9 @@ class StepAttention:
 
     def _dense(self, layer: int, query: Tensor, layout: AttentionLayout) -> Tensor:
         heads = self.cache.layout.layers[layer]
-        return segpaged_attention(query, self.cache.keys, self.cache.values, heads, layout, self.scale)
+        return segpaged_attention(
+            query, self.cache.keys, self.cache.values, heads, layout, self.scale
+        )
 
     def _sparse(self, layer: int, query: Tensor, batch: FlowBatch) -> Tensor:
         return batch.attend(query, self.flows.at(layer, batch.indexer), self.scale)

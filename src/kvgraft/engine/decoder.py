@@ -1,8 +1,8 @@
 """A Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE or DeepSeek decoder over rows of hidden states.
 
-It owns neither attention nor the KV cache: a layer is `project`, then the caller's attention, then `after_attention`.
-The rows of a call are independent, so they may belong to any tokens of any requests.
-"""
+It owns neither attention nor the KV cache: a layer is `project`, then the caller's attention, then
+`after_attention`. The rows of a call are independent, so they may belong to any tokens of any
+requests."""
 
 from pathlib import Path
 
@@ -19,7 +19,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load_decoder(model_dir: str | Path, dtype: str | None, device: str) -> "Decoder":
-    """As `Decoder.from_pretrained`, with a dtype by its name; ValueError also for what is no dtype or device here."""
+    """As `Decoder.from_pretrained`, with a dtype by its name; ValueError also for what is no dtype
+    or device here."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     check_device(device)
@@ -35,7 +36,8 @@ def check_device(name: str) -> None:
 
 
 class Decoder:
-    """The linear algebra of a model. Hidden states, queries, keys and values have the dtype of the weights."""
+    """The linear algebra of a model. Hidden states, queries, keys and values have the dtype of the
+    weights."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
@@ -44,9 +46,13 @@ class Decoder:
 
     @classmethod
     def from_pretrained(
-        cls, model_dir: str | Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+        cls,
+        model_dir: str | Path,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
     ) -> "Decoder":
-        """Load a Hugging Face directory; dtype None keeps the stored one. Raises as `load_config`, `load_weights`."""
+        """Load a Hugging Face directory; dtype None keeps the stored one. Raises as `load_config`,
+        `load_weights`."""
         config = load_config(model_dir)
         return cls(config, load_weights(model_dir, config, dtype or config.dtype, device))
 
@@ -62,12 +68,15 @@ class Decoder:
         """Integer token ids [n] -> hidden states [n, D]."""
         return F.embedding(token_ids, self.weights.embedding)
 
-    def project(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states [n, D] that enter `layer` -> rotated queries [n, Hq, d] and keys, and values [n, Hkv, d].
+    def project(
+        self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states [n, D] that enter `layer` -> rotated queries [n, Hq, d] and keys, and
+        values [n, Hkv, d].
 
-        cos, sin: float32 [n, d / 2], `config.rope.fresh_table(positions)`; the same for every layer. The results are
-        views of shared storage whose rows are strided. With latent attention the values are the keys.
-        """
+        cos, sin: float32 [n, d / 2], `config.rope.fresh_table(positions)`; the same for every
+        layer. The results are views of shared storage whose rows are strided. With latent attention
+        the values are the keys."""
         config, weights, qk_norm = self.config, self.weights.layers[layer], self._qk_norms[layer]
         normed = self._norm(hidden, weights.input_norm)
         if config.latent is not None:
@@ -80,7 +89,8 @@ class Decoder:
         return q, k, v
 
     def after_attention(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Hidden states [n, D] that entered `layer` and its attention [n, Hq d] -> those that leave it [n, D]."""
+        """Hidden states [n, D] that entered `layer` and its attention [n, Hq d] -> those that leave
+        it [n, D]."""
         output, weight = self._output(layer, attended), self.weights.layers[layer].post_norm
         after, normed = add_norm(output, hidden, weight, self.config.norm_eps)
         return self._mlp(layer, normed).add_(after)
@@ -91,7 +101,9 @@ class Decoder:
 
     def feed_forward(self, layer: int, hidden: Tensor) -> Tensor:
         """The second half of `after_attention`, of hidden states [n, D] that enter the FFN."""
-        return self._mlp(layer, self._norm(hidden, self.weights.layers[layer].post_norm)).add_(hidden)
+        return self._mlp(layer, self._norm(hidden, self.weights.layers[layer].post_norm)).add_(
+            hidden
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [n, D] that left the last layer -> float32 logits [n, V]."""
@@ -108,7 +120,9 @@ class Decoder:
         """What the FFN of `layer` adds to the hidden states, [n, D]."""
         weights = self.weights.layers[layer]
         if self.config.experts is not None and weights.router is not None:
-            return experts.mix(self.config.experts, normed, weights.router, weights.gate_up, weights.down)
+            return experts.mix(
+                self.config.experts, normed, weights.router, weights.gate_up, weights.down
+            )
         inner = silu_mul(F.linear(normed, weights.gate_up, weights.gate_up_bias))  # [n, F]
         return F.linear(inner, weights.down, weights.down_bias)
 
@@ -116,7 +130,8 @@ class Decoder:
         return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
 
     def _qk_norm(self, layer: LayerWeights) -> Tensor | None:
-        """The norm weights of every query and key head, [Hq + Hkv, d], so that one pass serves all heads."""
+        """The norm weights of every query and key head, [Hq + Hkv, d], so that one pass serves all
+        heads."""
         if self.config.latent is not None or layer.q_norm is None or layer.k_norm is None:
             return None
         counted = ((layer.q_norm, self.config.num_heads), (layer.k_norm, self.config.num_kv_heads))
@@ -126,12 +141,20 @@ class Decoder:
 def causal_attention(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, visible: Tensor | None = None
 ) -> Tensor:
-    """Attention of a text to itself, without a cache: query [n, Hq, d], keys and values [n, Hkv, d] -> [n, Hq, d].
+    """Attention of a text to itself, without a cache: query [n, Hq, d], keys and values [n, Hkv, d]
+    -> [n, Hq, d].
 
-    scale: of the logits. visible: bool [n, n], what each query sees, if that is not everything before it.
-    """
-    query, keys, values = (part.transpose(0, 1)[None] for part in (query, keys, values))  # [1, heads, n, d]
+    scale: of the logits. visible: bool [n, n], what each query sees, if that is not everything
+    before it."""
+    # [1, heads, n, d]
+    query, keys, values = (part.transpose(0, 1)[None] for part in (query, keys, values))
     attended = F.scaled_dot_product_attention(
-        query, keys, values, attn_mask=visible, is_causal=visible is None, scale=scale, enable_gqa=True
+        query,
+        keys,
+        values,
+        attn_mask=visible,
+        is_causal=visible is None,
+        scale=scale,
+        enable_gqa=True,
     )
     return attended[0].transpose(0, 1)

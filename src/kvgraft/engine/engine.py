@@ -53,55 +53,70 @@ MAKE_SIMILAR = "make the engine with match='similar'"
 
 
 class Engine:
-    """Offline generation with segment reuse. Not thread-safe; streams may be interleaved in one thread.
+    """Offline generation with segment reuse. Not thread-safe; streams may be interleaved in one
+    thread.
 
     Args:
-        model_dir: a Hugging Face directory of a Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE or DeepSeek-V2/V3 model, or the
-            name of a model (`kvgraft models get smollm2`, then `smollm2`).
+        model_dir: a Hugging Face directory of a Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE or
+            DeepSeek-V2/V3 model, or the name of a model (`kvgraft models get smollm2`, then
+            `smollm2`).
         dtype: `float32`, `bfloat16`, `float16`; None keeps the stored one.
         device: a torch device, such as `cpu` or `cuda`.
         block_size: tokens in a block, the unit of matching.
-        kv_gib: memory of the KV pool in GiB, though never more than eight prompts of the full length need.
+        kv_gib: memory of the KV pool in GiB, though never more than eight prompts of the full
+            length need.
         num_pages: blocks in the KV pool, instead of `kv_gib`.
         max_length: prompt and answer together; None is the model's own limit.
         policy: for requests that name none; None takes that of the profile, or else `spread`.
-        profile: what `kvgraft calibrate` has written; None takes `policy.json` of the model directory, if there is one.
-        policies: others that requests may name; what they need (`match`, `residual_layers`) is kept from the start.
-        flow: likewise, how decode steps attend (`quest`, `quest:topk_blocks=64`, `my.py`, a `Flow`); None is dense.
-            The caches of a flow come on top of the KV pool.
-        max_prefill_tokens: prompt tokens that one step may take up, and of which a longer prompt is computed at a time.
-        head_map: classes of the KV heads, for policies that work head by head: a map, or the path of one; None takes
-            `heads.json` of the model directory, if there is one (`kvgraft profile-heads` makes it).
-        head_paging: keep only sinks and a window of local heads, in prefill and decode. Answers then are those of the
-            sparser model that the map describes.
-        match: `exact`, or `similar` (`similar:tau=0.7`): also find text that is known but for edits; None is what
-            the policies want.
-        residual_layers: layers of which the residual stream that enters them is kept beside keys and
-            values, beside those that the policies need.
-        continuation: let prompts go on with the KV of earlier ones that they begin with, grafts and all; what is not
-            exact in it is recovered where it is, as far as the policy sees fit.
-        max_depth: of what is grafted from: 0 is exact KV, d + 1 what was computed over grafts of depth d. No limit by
-            default: docs/results/endless.md.
-        costs: by which it is decided what to graft: `measured` when the engine starts, `tokens`, or those of a
-            file (`kvgraft profile-costs` writes it); None grafts all that is known.
-        exactness_weight: what it is worth that KV is exact, as a share of what computing it costs, see `CostModel`.
-        require_clean_context: graft only text that stood at the beginning of what it was read in, so that it carries
-            no other text's context.
-        anchors: strings that begin a segment wherever they occur in a text prompt, such as `\nThought:`; segments are
-            tokenised on their own, so that their token ids never depend on their neighbours.
-        pad_segments: pad explicit segments to block borders with the tokenizer's pad token (SparseX 4.5).
+        profile: what `kvgraft calibrate` has written; None takes `policy.json` of the model
+            directory, if there is one.
+        policies: others that requests may name; what they need (`match`, `residual_layers`) is kept
+            from the start.
+        flow: likewise, how decode steps attend (`quest`, `quest:topk_blocks=64`, `my.py`, a
+            `Flow`); None is dense. The caches of a flow come on top of the KV pool.
+        max_prefill_tokens: prompt tokens that one step may take up, and of which a longer prompt is
+            computed at a time.
+        head_map: classes of the KV heads, for policies that work head by head: a map, or the path
+            of one; None takes `heads.json` of the model directory, if there is one (`kvgraft
+            profile-heads` makes it).
+        head_paging: keep only sinks and a window of local heads, in prefill and decode. Answers
+            then are those of the sparser model that the map describes.
+        match: `exact`, or `similar` (`similar:tau=0.7`): also find text that is known but for
+            edits; None is what the policies want.
+        residual_layers: layers of which the residual stream that enters them is kept beside keys
+            and values, beside those that the policies need.
+        continuation: let prompts go on with the KV of earlier ones that they begin with, grafts and
+            all; what is not exact in it is recovered where it is, as far as the policy sees fit.
+        max_depth: of what is grafted from: 0 is exact KV, d + 1 what was computed over grafts of
+            depth d. No limit by default: docs/results/endless.md.
+        costs: by which it is decided what to graft: `measured` when the engine starts, `tokens`, or
+            those of a file (`kvgraft profile-costs` writes it); None grafts all that is known.
+        exactness_weight: what it is worth that KV is exact, as a share of what computing it costs,
+            see `CostModel`.
+        require_clean_context: graft only text that stood at the beginning of what it was read in,
+            so that it carries no other text's context.
+        anchors: strings that begin a segment wherever they occur in a text prompt, such as
+            `\nThought:`; segments are tokenised on their own, so that their token ids never depend
+            on their neighbours.
+        pad_segments: pad explicit segments to block borders with the tokenizer's pad token (SparseX
+            4.5).
         watermark, pin_capacity: shares of the pool, see `PinnedDocuments`.
-        store: tiers below the KV pool, in host memory and on disk: exact blocks go there as they are computed, and come
-            back. Use the engine as a context manager, or `close` it, to have all of it written.
-        document_gib: host memory for documents that were read on their own, for policies that keep a part of them.
-        stable_layers: for these policies, the layers that agree on what is important (SamKV, Appendix A.2); None takes
-            `layers.json` of the model directory (`kvgraft profile-layers` makes it) or else the last eighth.
-        enforce_eager: on CUDA, launch every operation of a decode step by itself; else steps are captured in CUDA
-            graphs, which take memory of their own. `engine.scheduler.steps.counts` tells how steps were run.
+        store: tiers below the KV pool, in host memory and on disk: exact blocks go there as they
+            are computed, and come back. Use the engine as a context manager, or `close` it, to have
+            all of it written.
+        document_gib: host memory for documents that were read on their own, for policies that keep
+            a part of them.
+        stable_layers: for these policies, the layers that agree on what is important (SamKV,
+            Appendix A.2); None takes `layers.json` of the model directory (`kvgraft profile-layers`
+            makes it) or else the last eighth.
+        enforce_eager: on CUDA, launch every operation of a decode step by itself; else steps are
+            captured in CUDA graphs, which take memory of their own. `engine.scheduler.steps.counts`
+            tells how steps were run.
         poison_dropped_pages: fill dead pages with NaN (tests).
 
     Raises:
-        FileNotFoundError, UnsupportedModel, ValueError: the model or an argument cannot be used; the message says why.
+        FileNotFoundError, UnsupportedModel, ValueError: the model or an argument cannot be used;
+            the message says why.
     """
 
     def __init__(
@@ -138,31 +153,51 @@ class Engine:
         enforce_eager: bool = False,
         poison_dropped_pages: bool = False,
     ) -> None:
-        _check_options(block_size, max_prefill_tokens, max_depth, document_gib, enforce_eager=enforce_eager)
+        _check_options(
+            block_size, max_prefill_tokens, max_depth, document_gib, enforce_eager=enforce_eager
+        )
         model_dir = find_model(model_dir)
-        self.decoder, self.tokenizer = load_decoder(model_dir, dtype, device), load_tokenizer(model_dir)
+        self.decoder, self.tokenizer = (
+            load_decoder(model_dir, dtype, device),
+            load_tokenizer(model_dir),
+        )
         config = self.config = self.decoder.config
         self.policy, self.profile = choose_policy(policy, profile, model_dir, config)
         self.max_length = _length(max_length, config.max_position)
         padding = block_size if pad_segments else None
-        self._reader = PromptReader(self.tokenizer, anchors, padding, config.vocab_size, self.max_length)
+        self._reader = PromptReader(
+            self.tokenizer, anchors, padding, config.vocab_size, self.max_length
+        )
         self.head_map = load_head_map(head_map, model_dir, config.num_layers, config.num_kv_heads)
-        layout, self._model = lay_out(config, self.decoder.dtype, self.head_map, head_paging=head_paging)
+        layout, self._model = lay_out(
+            config, self.decoder.dtype, self.head_map, head_paging=head_paging
+        )
         served = [self.policy, *map(parse_policy, policies)]
         needed, similarity = needs(served, residual_layers, match, config.num_layers)
         pool, cache = make_pool(
-            self.decoder, layout, block_size, num_pages, kv_gib, self.max_length, needed, poison=poison_dropped_pages
+            self.decoder,
+            layout,
+            block_size,
+            num_pages,
+            kv_gib,
+            self.max_length,
+            needed,
+            poison=poison_dropped_pages,
         )
         self.pins = PinnedDocuments(pool, watermark, pin_capacity)
         cuts = similarity, anchor_ids(self.tokenizer, anchors or ANCHORS)
         self.index = ReuseIndex(pool, max_depth, require_clean_context, *cuts)
         tier = None if store is None else StoreTier.open(store, pool, cache, self.index)
         cost_model = make_cost_model(costs, exactness_weight, self.decoder, cache, self.max_length)
-        lookup = CacheLookup(pool, layout, self.index, continuation=continuation, cost_model=cost_model)
+        lookup = CacheLookup(
+            pool, layout, self.index, continuation=continuation, cost_model=cost_model
+        )
         self.memory = Memory(pool, cache, self.pins, lookup, max_prefill_tokens, tier)
         stable = load_stable_layers(stable_layers, model_dir, config)
         self.library = Library(DocumentStore(int(document_gib * 2**30)), stable)
-        self.scheduler = Scheduler(self.decoder, self.memory, self.library, self.head_map, enforce_eager=enforce_eager)
+        self.scheduler = Scheduler(
+            self.decoder, self.memory, self.library, self.head_map, enforce_eager=enforce_eager
+        )
         self.flow = self.scheduler.flows.find(flow)
 
     @property
@@ -177,7 +212,8 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Write what the store has not written yet, and let it go: then the engine answers no more if it has one."""
+        """Write what the store has not written yet, and let it go: then the engine answers no more
+        if it has one."""
         if self.store is not None:
             self.store.close()
 
@@ -198,15 +234,20 @@ class Engine:
         return [results[index] for index in range(len(requests))]
 
     def stream(self, requests: Prompts) -> Iterator[Event]:
-        """As `generate`, but yields each piece of text as soon as it is certain. Closing the iterator aborts."""
-        sequences = [self._sequence(index, request) for index, request in enumerate(as_requests(requests))]
+        """As `generate`, but yields each piece of text as soon as it is certain. Closing the
+        iterator aborts."""
+        sequences = [
+            self._sequence(index, request) for index, request in enumerate(as_requests(requests))
+        ]
         return self.scheduler.run(sequences)
 
     def prefill(self, request: Prompt, path: str | Path) -> Report:
-        """Compute a prompt and the first token of its answer; another engine goes on from the file (`resume`).
+        """Compute a prompt and the first token of its answer; another engine goes on from the file
+        (`resume`).
 
         Raises:
-            RequestError: a request that can never be served, or whose answer ends with its first token.
+            RequestError: a request that can never be served, or whose answer ends with its first
+                token.
         """
         sequence = self._sequence(0, request)
         self.scheduler.submit([sequence])
@@ -215,15 +256,18 @@ class Engine:
                 self.scheduler.step()
             if sequence.done:
                 result = sequence.events[-1].result
-                raise RequestError((result and result.error) or "the answer ends with its first token")
+                raise RequestError(
+                    (result and result.error) or "the answer ends with its first token"
+                )
             save_payload(Path(path), sequence, self.memory.cache, self._model)
         finally:
             self.scheduler.abort([sequence])
         return sequence.report
 
     def resume(self, path: str | Path) -> Result:
-        """Finish what `prefill` of an engine with the same model and head classes has begun; the result is the whole
-        answer. Nothing of it is found by other requests. Sampling with a seed does not draw as it would have there.
+        """Finish what `prefill` of an engine with the same model and head classes has begun; the
+        result is the whole answer. Nothing of it is found by other requests. Sampling with a seed
+        does not draw as it would have there.
 
         Raises:
             FileNotFoundError, ValueError: the file cannot be used; the message says why.
@@ -231,7 +275,13 @@ class Engine:
         """
         payload = load_payload(Path(path), self.memory.cache, self._model)
         header = payload.header
-        request = Request(header.prompt, "full", header.sampling, remember=False, forced_output=header.forced_output)
+        request = Request(
+            header.prompt,
+            "full",
+            header.sampling,
+            remember=False,
+            forced_output=header.forced_output,
+        )
         sequence = self._sequence(0, request)
         sequence.num_dropped = header.num_dropped
         self.scheduler.adopt(sequence)
@@ -243,13 +293,15 @@ class Engine:
         return last.result
 
     def occupy(self, requests: Prompts) -> list[SequenceState]:
-        """Sequences that run as if their prompts had been computed, on whatever their pages hold: for who times decode
-        steps. `scheduler.abort` lets them go.
+        """Sequences that run as if their prompts had been computed, on whatever their pages hold:
+        for who times decode steps. `scheduler.abort` lets them go.
 
         Raises:
             RequestError, PoolExhausted: they cannot be served, or do not fit.
         """
-        sequences = [self._sequence(index, request) for index, request in enumerate(as_requests(requests))]
+        sequences = [
+            self._sequence(index, request) for index, request in enumerate(as_requests(requests))
+        ]
         for sequence in sequences:
             self.scheduler.adopt(sequence)
         return sequences
@@ -258,20 +310,25 @@ class Engine:
         """Read a text and keep its blocks pinned under `name`, in the request's namespace.
 
         Raises:
-            RequestError, ValueError: the text cannot be read, fills no block, or exceeds the pinned capacity.
+            RequestError, ValueError: the text cannot be read, fills no block, or exceeds the pinned
+                capacity.
         """
         request = as_request(prompt)
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
-        reading = Request(request.prompt, policy="full", sampling=sampling, namespace=request.namespace)
+        reading = Request(
+            request.prompt, policy="full", sampling=sampling, namespace=request.namespace
+        )
         result = self.generate([reading])[0]
         if result.error:
             raise RequestError(result.error)
-        pages = self.memory.lookup.find_prefix(self.token_ids(request), self.scope_of(request.namespace))
+        pages = self.memory.lookup.find_prefix(
+            self.token_ids(request), self.scope_of(request.namespace)
+        )
         return self.pins.insert(name, request.namespace, self.memory.lookup.payload(pages))
 
     def read_documents(self, prompt: Prompt) -> int:
-        """Read the segments of a prompt on their own, if its policy keeps a part of them, as a request does with those
-        that it does not find; returns how many were new.
+        """Read the segments of a prompt on their own, if its policy keeps a part of them, as a
+        request does with those that it does not find; returns how many were new.
 
         Raises:
             RequestError: the prompt can never be served.
@@ -279,9 +336,9 @@ class Engine:
         return self.scheduler.read_documents(self._sequence(0, prompt))
 
     def idle_refresh(self, max_tokens: int) -> int:
-        """Read text on its own, exactly, that is known only approximately and has been grafted, the most used first;
-        prompts prefer it from then on. Returns how many tokens were computed, at most max_tokens; none while requests
-        run.
+        """Read text on its own, exactly, that is known only approximately and has been grafted, the
+        most used first; prompts prefer it from then on. Returns how many tokens were computed, at
+        most max_tokens; none while requests run.
 
         Raises:
             ValueError: max_tokens is below 0.
@@ -298,18 +355,21 @@ class Engine:
         return num_read
 
     def clear_cache(self) -> None:
-        """Forget everything that has been read, except what running requests, the pinned documents and the store hold."""
+        """Forget everything that has been read, except what running requests, the pinned documents
+        and the store hold."""
         self.library.store.clear()
         self.memory.pool.clear()
         self.index.segments.blocks.discard_stale()
 
     def check(self) -> None:
-        """Raise RuntimeError if page counts do not follow from running requests and pinned entries (tests)."""
+        """Raise RuntimeError if page counts do not follow from running requests and pinned entries
+        (tests)."""
         tables = [s.lists.held for s in self.scheduler.running if s.lists is not None]
         self.memory.pool.check([*tables, *(entry.pages for entry in self.pins.list())])
 
     def scope_of(self, namespace: str) -> bytes:
-        """The scope of what this model reads in a namespace, in the index and in the store: `scope_digest`."""
+        """The scope of what this model reads in a namespace, in the index and in the store:
+        `scope_digest`."""
         return scope_digest(self._model, namespace)
 
     def token_ids(self, request: Request) -> list[int]:
@@ -329,14 +389,21 @@ class Engine:
             if policy.needs_head_map and self.head_map is None:
                 raise ValueError(f"policy {policy.name!r} needs a head map: {MAKE_MAP}")
             self.memory.cache.require_residuals(policy.residual_layers(self.config.num_layers))
-            similar = wants_similar(request.match, offered=self.index.knows_similar, how=MAKE_SIMILAR)
+            similar = wants_similar(
+                request.match, offered=self.index.knows_similar, how=MAKE_SIMILAR
+            )
             shared = tuple(self.scope_of(name) for name in check_shared(request))
             flow = self.flow if request.flow is None else self.scheduler.flows.find(request.flow)
         except (ValueError, TypeError, FileNotFoundError) as error:
             raise RequestError(f"request {index}: {error}") from error
         text = IncrementalText(self.tokenizer, request.sampling.stop)
-        offer, sampler = BlockProvenance(self.scope_of(request.namespace)), Sampler(request.sampling)
-        sequence = SequenceState(index, request, policy, tokenised.token_ids, offer, sampler, text, flow)
+        offer, sampler = (
+            BlockProvenance(self.scope_of(request.namespace)),
+            Sampler(request.sampling),
+        )
+        sequence = SequenceState(
+            index, request, policy, tokenised.token_ids, offer, sampler, text, flow
+        )
         sequence.matches_similar, sequence.shared = similar, shared
         if request.policy is None and self.profile is not None:
             sequence.report.profile = self.profile.name
@@ -352,7 +419,12 @@ class Engine:
 
 
 def _check_options(
-    block_size: int, max_prefill_tokens: int, max_depth: int, document_gib: float, *, enforce_eager: bool
+    block_size: int,
+    max_prefill_tokens: int,
+    max_depth: int,
+    document_gib: float,
+    *,
+    enforce_eager: bool,
 ) -> None:
     """Raise ValueError for one that cannot be."""
     require_at_least("block_size", block_size, 1)

@@ -33,29 +33,40 @@ class Experts:
 
 
 def read_experts(hf: Any) -> Experts | None:
-    """Of a transformers config; None if no layer has any. Raises UnsupportedModel for sizes that make no sense."""
+    """Of a transformers config; None if no layer has any. Raises UnsupportedModel for sizes that
+    make no sense."""
     for name in ("num_experts", "moe_intermediate_size", "decoder_sparse_step"):
         if getattr(hf, name) < 1:
             raise UnsupportedModel(f"{name} must be positive, got {getattr(hf, name)}")
     if not 1 <= hf.num_experts_per_tok <= hf.num_experts:
-        raise UnsupportedModel(f"num_experts_per_tok must be 1 to {hf.num_experts}, got {hf.num_experts_per_tok}")
+        raise UnsupportedModel(
+            f"num_experts_per_tok must be 1 to {hf.num_experts}, got {hf.num_experts_per_tok}"
+        )
     every = hf.decoder_sparse_step
     layers = frozenset(range(every - 1, hf.num_hidden_layers, every)) - set(hf.mlp_only_layers)
     if not layers:
         return None
-    return Experts(hf.num_experts, hf.num_experts_per_tok, hf.moe_intermediate_size, bool(hf.norm_topk_prob), layers)
+    return Experts(
+        hf.num_experts,
+        hf.num_experts_per_tok,
+        hf.moe_intermediate_size,
+        bool(hf.norm_topk_prob),
+        layers,
+    )
 
 
 def mix(experts: Experts, rows: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Normed states [n, D] -> [n, D], each row the weighted sum of its experts' outputs.
 
-    router: [E, D]. gate_up, down: [E 2 F, D] and [E D, F], the matrices of all experts one below the other.
-    """
-    weights, picked = F.linear(rows, router).softmax(-1, dtype=torch.float32).topk(experts.active)  # [n, k] each
+    router: [E, D]. gate_up, down: [E 2 F, D] and [E D, F], the matrices of all experts one below
+    the other."""
+    # [n, k] each
+    weights, picked = F.linear(rows, router).softmax(-1, dtype=torch.float32).topk(experts.active)
     if experts.normed:
         weights = weights / weights.sum(-1, keepdim=True)
     weights, picked = weights.to(rows.dtype).flatten(), picked.flatten()  # [n k]
-    pairs = picked.argsort(stable=True).split(picked.bincount(minlength=experts.count).tolist())  # by expert
+    # by expert
+    pairs = picked.argsort(stable=True).split(picked.bincount(minlength=experts.count).tolist())
     gate_up, down = (matrices.unflatten(0, (experts.count, -1)) for matrices in (gate_up, down))
     mixed = torch.zeros_like(rows)
     for expert, mine in enumerate(pairs):

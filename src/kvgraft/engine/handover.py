@@ -1,7 +1,8 @@
-"""Prefill in one engine, decode in another: what crosses the boundary, as a safetensors file (RedKnot, section 5.5).
+"""Prefill in one engine, decode in another: what crosses the boundary, as a safetensors file
+(RedKnot, section 5.5).
 
-A head sends what its next query can see: everything, or, in a cache by head classes, the sinks and the window.
-"""
+A head sends what its next query can see: everything, or, in a cache by head classes, the sinks and
+the window."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,14 @@ from kvgraft.kernels.layout import in_window
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.heads import StreamLayout
 
-_POOLS = ("keys", "values")  # names of the cache's pools; of latent attention there is only the first
+# names of the cache's pools; of latent attention there is only the first
+_POOLS = ("keys", "values")
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a payload is. `model` names checkpoint, dtype and head classes; `first_token` is the first of the answer,
-    `forced_output` what the request forced of it; `num_dropped` tokens of the prompt were not kept."""
+    """What a payload is. `model` names checkpoint, dtype and head classes; `first_token` is the
+    first of the answer, `forced_output` what the request forced of it; `num_dropped` tokens of the
+    prompt were not kept."""
 
     model: str
     prompt: tuple[int, ...]
@@ -40,8 +43,8 @@ class Header(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Payload:
-    """A prompt that has been computed elsewhere: what each pool of the cache holds of it, by page list,
-    [streams, tokens sent, d]."""
+    """A prompt that has been computed elsewhere: what each pool of the cache holds of it, by page
+    list, [streams, tokens sent, d]."""
 
     header: Header
     pools: list[list[Tensor]]
@@ -51,11 +54,18 @@ def save_payload(path: Path, sequence: SequenceState, cache: KVCache, model: str
     """Write what a sequence that has its first token needs to go on elsewhere."""
     prompt, request = tuple(sequence.prompt.tolist()), sequence.request
     header = Header(
-        model, prompt, sequence.tokens[-1], request.sampling, sequence.num_dropped, tuple(request.forced_output)
+        model,
+        prompt,
+        sequence.tokens[-1],
+        request.sampling,
+        sequence.num_dropped,
+        tuple(request.forced_output),
     )
     tensors = {}
     for page_list in range(cache.layout.num_lists):
-        slots = sequence.pages.slots[page_list, _sent(cache.layout, page_list, sequence.num_computed)]
+        slots = sequence.pages.slots[
+            page_list, _sent(cache.layout, page_list, sequence.num_computed)
+        ]
         for name, pool in zip(_POOLS, cache.pools, strict=False):
             tensors[f"{name}.{page_list}"] = pool[:, slots].cpu()
     save_file(tensors, path, {"kvgraft": msgspec.json.encode(header).decode()})
@@ -65,7 +75,8 @@ def load_payload(path: Path, cache: KVCache, model: str) -> Payload:
     """Read a payload.
 
     Raises:
-        FileNotFoundError, ValueError: there is none, it is damaged, or it is of another model; the message says why.
+        FileNotFoundError, ValueError: there is none, it is damaged, or it is of another model; the
+            message says why.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
@@ -74,12 +85,19 @@ def load_payload(path: Path, cache: KVCache, model: str) -> Payload:
         with safe_open(path, framework="pt") as file:
             header = msgspec.json.decode((file.metadata() or {}).get("kvgraft", ""), type=Header)
             if header.model != model:
-                raise ValueError(f"{path} was computed by model {header.model[:12]}..., not by this one")
-            pools = [[file.get_tensor(f"{name}.{i}") for i in lists] for name in _POOLS[: len(cache.pools)]]
+                raise ValueError(
+                    f"{path} was computed by model {header.model[:12]}..., not by this one"
+                )
+            pools = [
+                [file.get_tensor(f"{name}.{i}") for i in lists]
+                for name in _POOLS[: len(cache.pools)]
+            ]
     except (SafetensorError, msgspec.DecodeError) as error:
         raise ValueError(f"{path} is no payload: {error}") from error
     if not 0 <= header.num_dropped < len(header.prompt):
-        raise ValueError(f"{path} is no payload: it dropped {header.num_dropped} of {len(header.prompt)} tokens")
+        raise ValueError(
+            f"{path} is no payload: it dropped {header.num_dropped} of {len(header.prompt)} tokens"
+        )
     for page_list, parts in enumerate(zip(*pools, strict=True)):
         count = _sent(cache.layout, page_list, header.num_held).numel()
         shape = (cache.layout.width, count, cache.keys.shape[-1])
@@ -91,7 +109,9 @@ def load_payload(path: Path, cache: KVCache, model: str) -> Payload:
 def put_payload(payload: Payload, sequence: SequenceState, cache: KVCache) -> None:
     """Write a payload into the pages of a sequence that has them."""
     for page_list, parts in enumerate(zip(*payload.pools, strict=True)):
-        slots = sequence.pages.slots[page_list, _sent(cache.layout, page_list, payload.header.num_held)]
+        slots = sequence.pages.slots[
+            page_list, _sent(cache.layout, page_list, payload.header.num_held)
+        ]
         for pool, part in zip(cache.pools, parts, strict=True):
             pool[:, slots] = part.to(slots.device)
 
@@ -99,4 +119,8 @@ def put_payload(payload: Payload, sequence: SequenceState, cache: KVCache) -> No
 def _sent(layout: StreamLayout, page_list: int, num_tokens: int) -> Tensor:
     """Positions of a prompt that the next query sees in a list: int64 [t]."""
     here = torch.arange(num_tokens)
-    return here[in_window(here, torch.tensor(num_tokens), layout.sinks, layout.window)] if page_list else here
+    return (
+        here[in_window(here, torch.tensor(num_tokens), layout.sinks, layout.window)]
+        if page_list
+        else here
+    )

@@ -1,10 +1,11 @@
-"""Multi-head latent attention (MLA; DeepSeek-V2, section 2.1) in its absorbed form: attention with one KV head.
+"""Multi-head latent attention (MLA; DeepSeek-V2, section 2.1) in its absorbed form: attention with
+one KV head.
 
-What is kept of a token is its latent, which is value and position-free part of the key at once, and a small key that
-turns with the position. The matrices that would make each head's keys and values of the latent go to its queries and
-its attention output instead (section 2.1.2). So that RoPE in halves applies to the whole, the channels of a key are
-[latent, first half | rope, first half | latent, second half | rope, second half].
-"""
+What is kept of a token is its latent, which is value and position-free part of the key at once, and
+a small key that turns with the position. The matrices that would make each head's keys and values
+of the latent go to its queries and its attention output instead (section 2.1.2). So that RoPE in
+halves applies to the whole, the channels of a key are [latent, first half | rope, first half |
+latent, second half | rope, second half]."""
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,8 @@ _NORM_EPS = 1e-6  # of the norms of latents, whatever the model's
 def project(
     latent: LatentAttention, weights: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Normed states [n, D] -> queries [n, Hq, rank + rope_dim] and what is kept [n, 1, rank + rope_dim], rotated.
+    """Normed states [n, D] -> queries [n, Hq, rank + rope_dim] and what is kept [n, 1, rank +
+    rope_dim], rotated.
 
     cos, sin: float32 [n, (rank + rope_dim) / 2].
     """
@@ -38,7 +40,8 @@ def project(
 
 
 def values(latent: LatentAttention, weights: LayerWeights, attended: Tensor) -> Tensor:
-    """Attention over what is kept [n, Hq * (rank + rope_dim)] -> over the heads' values [n, Hq * value_dim]."""
+    """Attention over what is kept [n, Hq * (rank + rope_dim)] -> over the heads' values [n, Hq *
+    value_dim]."""
     halves = attended.unflatten(1, (-1, 2, (latent.rank + latent.rope_dim) // 2))
     content = halves[..., : latent.rank // 2].flatten(2)  # [n, Hq, rank]
     _, value_up = _ups(latent, weights)
@@ -50,11 +53,15 @@ def _ups(latent: LatentAttention, weights: LayerWeights) -> tuple[Tensor, Tensor
     if weights.kv_up is None:
         raise ValueError("these weights are not of latent attention")
     size = latent.nope_dim + latent.value_dim
-    keys, values = weights.kv_up.unflatten(0, (-1, size)).split((latent.nope_dim, latent.value_dim), dim=1)
+    keys, values = weights.kv_up.unflatten(0, (-1, size)).split(
+        (latent.nope_dim, latent.value_dim), dim=1
+    )
     return keys, values
 
 
-def _fuse(latent: LatentAttention, content: Tensor, rope: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _fuse(
+    latent: LatentAttention, content: Tensor, rope: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
     """Content [n, H, rank] and channels that turn [n, H, rope_dim] -> [n, H, rank + rope_dim]."""
     if latent.interleaved:
         rope = rope.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)

@@ -21,16 +21,24 @@ class NativeLayers(LayerHost):
 
     def __init__(self, decoder: Decoder, cache: KVCache, slots: Tensor | None = None) -> None:
         config = decoder.config
-        self.num_layers, self.num_kv_heads, self.head_dim = config.num_layers, config.num_kv_heads, config.head_dim
+        self.num_layers, self.num_kv_heads, self.head_dim = (
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+        )
         self.dtype, self.device, self.rope = decoder.dtype, decoder.device, config.rope
         self.scale = config.attention_scale
         self._decoder, self._cache = decoder, cache
-        self._slots = torch.zeros(1, 0, dtype=torch.int64, device=decoder.device) if slots is None else slots
+        self._slots = (
+            torch.zeros(1, 0, dtype=torch.int64, device=decoder.device) if slots is None else slots
+        )
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._decoder.embed(token_ids)
 
-    def run(self, index: int, states: Tensor, positions: Tensor, rows: Tensor, attend: Attend) -> Tensor:
+    def run(
+        self, index: int, states: Tensor, positions: Tensor, rows: Tensor, attend: Attend
+    ) -> Tensor:
         attended = attend(*self._decoder.project(index, states, *self.rope.fresh_table(positions)))
         if attended is None:
             return states[:0]

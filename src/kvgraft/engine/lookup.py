@@ -1,4 +1,5 @@
-"""What is cached of a prompt: exact prefix blocks, text that can be grafted, what local heads still hold of both."""
+"""What is cached of a prompt: exact prefix blocks, text that can be grafted, what local heads still
+hold of both."""
 
 import os
 from collections.abc import Collection, Iterable
@@ -44,7 +45,9 @@ class Reuse:
     @property
     def sources(self) -> np.ndarray:
         """Pages that are grafted from, each once, ascending: int64 [n]."""
-        return np.unique(np.concatenate([np.zeros(0, np.int64), *(match.pages for match in self.matches)]))
+        return np.unique(
+            np.concatenate([np.zeros(0, np.int64), *(match.pages for match in self.matches)])
+        )
 
 
 class CacheLookup:
@@ -73,20 +76,32 @@ class CacheLookup:
         self.local_pages = LocalPages(pool, layout.num_local_lists)
         if layout.num_local_lists:
             index.is_whole = self.local_pages.complete
-        self.continuations = ApproximatePrefixCache[bytes](lambda key: pool.lookup(key) is not None, pool.num_pages)
+        self.continuations = ApproximatePrefixCache[bytes](
+            lambda key: pool.lookup(key) is not None, pool.num_pages
+        )
         self.copies = GraftedBlockRetention(pool)
 
     def find(self, sequence: SequenceState, grafts: bool) -> Reuse:
-        """What is cached of a prompt. Grafts need every list whole, full recomputation only what local heads see."""
+        """What is cached of a prompt. Grafts need every list whole, full recomputation only what
+        local heads see."""
         chains = self._chains(sequence)
         known = self._exact_hits(chains)
         if not self.layout.num_local_lists:
-            continued = self._continue(sequence, chains, known) if grafts and self.continuation else None
+            continued = (
+                self._continue(sequence, chains, known) if grafts and self.continuation else None
+            )
             if not grafts:
                 return Reuse(known, [], None, [])
-            return Reuse(known, *self._matches(sequence, known, approximate=continued is not None), [], continued)
+            return Reuse(
+                known,
+                *self._matches(sequence, known, approximate=continued is not None),
+                [],
+                continued,
+            )
         complete = self.local_pages.complete(known.values())
-        whole = {block: page for (block, page), held in zip(known.items(), complete, strict=True) if held}
+        whole = {
+            block: page for (block, page), held in zip(known.items(), complete, strict=True) if held
+        }
         matches, estimate = self._matches(sequence, whole) if grafts else ([], None)
         if matches:
             return Reuse(whole, matches, estimate, list(whole))
@@ -104,10 +119,10 @@ class CacheLookup:
     def offer(self, sequence: SequenceState) -> None:
         """Let others find the full blocks that the sequence has computed since the last offer.
 
-        Exact blocks become prefix blocks and virtual blocks. Blocks that hold or follow grafted KV are approximate:
-        no prefix lookup ever finds them, only prompts that go on with all of it do, and they are virtual blocks up to
-        the depth that the configuration allows. Of a prompt whose documents were kept in part nothing is offered.
-        """
+        Exact blocks become prefix blocks and virtual blocks. Blocks that hold or follow grafted KV
+        are approximate: no prefix lookup ever finds them, only prompts that go on with all of it
+        do, and they are virtual blocks up to the depth that the configuration allows. Of a prompt
+        whose documents were kept in part nothing is offered."""
         size, first = self.pool.block_size, sequence.offer.num_registered
         stop = sequence.num_computed // size
         if not sequence.request.remember or sequence.documents or stop <= first:
@@ -126,7 +141,8 @@ class CacheLookup:
         self.index.offer(sequence.offer, tokens, pages[0, :stop], depths)
 
     def leave(self, sequence: SequenceState) -> None:
-        """The sequence gives its pages back: those are noted that only prompts want which go on with it."""
+        """The sequence gives its pages back: those are noted that only prompts want which go on
+        with it."""
         if sequence.continuation_keys:
             stop = sequence.offer.num_registered
             is_copy = is_copied(sequence.admitted_plan, sequence.depths(stop), self.index.max_depth)
@@ -142,10 +158,13 @@ class CacheLookup:
         plan = sequence.admitted_plan
         if self.cost_model is not None:
             num_new = int(plan.fresh.sum())
-            self.cost_model.learn(str(sequence.policy), num_computed - num_new, int(plan.grafted.sum()), num_new)
+            self.cost_model.learn(
+                str(sequence.policy), num_computed - num_new, int(plan.grafted.sum()), num_new
+            )
 
     def source_slots(self, plan: Plan) -> Tensor:
-        """Where the grafted tokens of a plan lie now, in every list: int64 [lists, g], -1 where a list has lost one."""
+        """Where the grafted tokens of a plan lie now, in every list: int64 [lists, g], -1 where a
+        list has lost one."""
         page, offset = np.divmod(plan.graft_sources.numpy(), self.pool.block_size)
         pages = np.vstack((page[None], self.local_pages.of(page).T))  # [lists, g]
         slots = np.where(pages < 0, -1, pages * self.pool.block_size + offset)
@@ -154,15 +173,17 @@ class CacheLookup:
     def find_prefix(self, tokens: list[int], scope: bytes) -> list[int]:
         """Pages of the leading full blocks of a token sequence, as far as they are cached."""
         pages = []
-        for page in self.pool.lookup_all(chain_hashes(np.array(tokens, np.int64), self.pool.block_size, scope)):
+        for page in self.pool.lookup_all(
+            chain_hashes(np.array(tokens, np.int64), self.pool.block_size, scope)
+        ):
             if page is None:
                 break
             pages.append(page)
         return pages
 
     def payload(self, pages: list[int]) -> list[int]:
-        """What is kept of the first pages of a text: those pages, and of local heads the sinks and the last window; but
-        no local page that a running sequence is to give back."""
+        """What is kept of the first pages of a text: those pages, and of local heads the sinks and
+        the last window; but no local page that a running sequence is to give back."""
         blocks = np.arange(len(pages))
         seen = self.layout.seen(blocks, len(pages) * self.pool.block_size, self.pool.block_size)
         local = self.local_pages.of(np.array(pages, np.int64)[seen])
@@ -177,23 +198,41 @@ class CacheLookup:
     def _exact_hits(self, chains: Iterable[bytes]) -> dict[int, int]:
         """Block -> page of every block whose whole history is cached as it is.
 
-        A chained hash names a block together with all tokens before it, so a hit is exact behind a gap, too.
-        """
-        return {block: page for block, page in enumerate(self.pool.lookup_all(chains)) if page is not None}
+        A chained hash names a block together with all tokens before it, so a hit is exact behind a
+        gap, too."""
+        return {
+            block: page
+            for block, page in enumerate(self.pool.lookup_all(chains))
+            if page is not None
+        }
 
-    def _continue(self, sequence: SequenceState, chains: list[bytes], hits: dict[int, int]) -> Continued[bytes] | None:
-        """What an earlier prompt has left that this one begins with, beyond its exact beginning: added to `hits`."""
+    def _continue(
+        self, sequence: SequenceState, chains: list[bytes], hits: dict[int, int]
+    ) -> Continued[bytes] | None:
+        """What an earlier prompt has left that this one begins with, beyond its exact beginning:
+        added to `hits`."""
         num_exact = next((block for block in range(len(chains)) if block not in hits), len(chains))
         exactness_weight = self.cost_model.exactness_weight if self.cost_model else 0.0
-        continued = self.continuations.find(sequence.recovery_key, chains, num_exact, exactness_weight)
+        continued = self.continuations.find(
+            sequence.recovery_key, chains, num_exact, exactness_weight
+        )
         if continued is not None:
             pages = self.pool.lookup_all(continued.keys)
-            hits |= {block: page for block, page in enumerate(pages, continued.first_block) if page is not None}
+            hits |= {
+                block: page
+                for block, page in enumerate(pages, continued.first_block)
+                if page is not None
+            }
         return continued
 
-    def _offer_continuation(self, sequence: SequenceState, chains: list[bytes], depths: np.ndarray) -> None:
+    def _offer_continuation(
+        self, sequence: SequenceState, chains: list[bytes], depths: np.ndarray
+    ) -> None:
         """Let prompts that begin with all of this sequence go on with its approximate blocks."""
-        if not (self.continuation and (depths > 0).any() and sequence.shares_prefix) or self.layout.num_local_lists:
+        if (
+            not (self.continuation and (depths > 0).any() and sequence.shares_prefix)
+            or self.layout.num_local_lists
+        ):
             return
         first, keys = int(np.argmax(depths > 0)), sequence.continuation_keys
         for block in range(first + len(keys), len(depths)):
@@ -201,9 +240,12 @@ class CacheLookup:
             if depths[block]:
                 self.pool.publish(int(sequence.pages.pages[0, block]), keys[-1])
         grafted = sequence.admitted_plan.grafted_blocks
-        is_grafted = np.pad(grafted, (0, len(depths)))[first : len(depths)].tolist()  # answers hold none
+        # answers hold none
+        is_grafted = np.pad(grafted, (0, len(depths)))[first : len(depths)].tolist()
         source = sequence.offer.source
-        self.continuations.add(sequence.recovery_key, chains, first, keys, depths[first:].tolist(), is_grafted, source)
+        self.continuations.add(
+            sequence.recovery_key, chains, first, keys, depths[first:].tolist(), is_grafted, source
+        )
 
     def _matches(
         self, sequence: SequenceState, hit_blocks: Collection[int], *, approximate: bool = False
@@ -213,9 +255,13 @@ class CacheLookup:
         in_blocks(free, size)[list(hit_blocks)] = False
         scope, shared, similar = sequence.scope, sequence.shared, sequence.matches_similar
         whole = sequence.policy.grafts_local_heads
-        matches = self.index.match(sequence.prompt, scope, shared=shared, free=free, similar=similar, whole=whole)
+        matches = self.index.match(
+            sequence.prompt, scope, shared=shared, free=free, similar=similar, whole=whole
+        )
         sequence.report.too_deep_tokens = self.index.num_too_deep
         if self.cost_model is None or not matches:
             return matches, None
         num_known, policy = len(hit_blocks) * size, str(sequence.policy)
-        return self.cost_model.choose(matches, sequence.num_prompt, num_known, policy, approximate=approximate)
+        return self.cost_model.choose(
+            matches, sequence.num_prompt, num_known, policy, approximate=approximate
+        )

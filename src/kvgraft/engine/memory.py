@@ -24,7 +24,8 @@ class Memory:
     """Who holds which pages.
 
     Args:
-        max_prefill_tokens: of a prompt that are computed at a time, if nothing is grafted; rounded up to whole pages.
+        max_prefill_tokens: of a prompt that are computed at a time, if nothing is grafted; rounded
+            up to whole pages.
         store: where content lies that left the pool.
     """
 
@@ -45,13 +46,15 @@ class Memory:
         self.refresh = Refresh(lookup.index)
         self.store = store
         self.fallbacks: Counter[str] = Counter()
-        self._pinned: dict[SequenceState, list[int]] = {}  # graft sources, from the match to the copy
+        # graft sources, from the match to the copy
+        self._pinned: dict[SequenceState, list[int]] = {}
 
     def admit(self, sequence: SequenceState, *, idle: bool) -> bool:
         """Plan a sequence and reserve its pages; False if it must wait for pages.
 
-        Sources are pinned before anything is allocated. When nothing else runs (`idle`), waiting cannot help: then the
-        grafts, whose sources hold pages, are given up (fallback `pool_pressure`).
+        Sources are pinned before anything is allocated. When nothing else runs (`idle`), waiting
+        cannot help: then the grafts, whose sources hold pages, are given up (fallback
+        `pool_pressure`).
 
         Raises:
             PoolExhausted: the sequence cannot fit even then.
@@ -65,7 +68,8 @@ class Memory:
             fits = self._pin(sequence, reuse)
         if not fits and idle:
             raise PoolExhausted(
-                f"{self._num_missing(sequence, reuse)} pages needed, {self.pool.num_free} of {self.pool.num_pages} can "
+                f"{self._num_missing(sequence, reuse)} pages needed, {self.pool.num_free} of "
+                f"{self.pool.num_pages} can "
                 f"be freed ({len(self.pins.pages)} are pinned): the KV pool must be larger"
             )
         if not fits:
@@ -88,16 +92,22 @@ class Memory:
         """
         reuse = NOTHING
         if not self._pin(sequence, reuse):
-            raise PoolExhausted(f"{self._num_missing(sequence, reuse)} pages needed, {self.pool.num_free} are free")
+            raise PoolExhausted(
+                f"{self._num_missing(sequence, reuse)} pages needed, {self.pool.num_free} are free"
+            )
         lists = self._start(sequence, reuse)
         sequence.num_computed = sequence.num_prompt - sequence.num_dropped
         blocks = np.arange(-(-sequence.num_computed // self.pool.block_size))
-        lists.add_local(self.pool, blocks[self.cache.layout.seen(blocks, sequence.num_computed, self.pool.block_size)])
+        lists.add_local(
+            self.pool,
+            blocks[self.cache.layout.seen(blocks, sequence.num_computed, self.pool.block_size)],
+        )
         self.settle(sequence)
 
     def reach(self, sequence: SequenceState, positions: np.ndarray) -> None:
-        """Have pages for positions int [n], ascending, which are computed next. Local heads give back what nothing sees
-        from there on when they need pages, and not before: so nobody else can take them in between."""
+        """Have pages for positions int [n], ascending, which are computed next. Local heads give
+        back what nothing sees from there on when they need pages, and not before: so nobody else
+        can take them in between."""
         if not self.cache.layout.num_local_lists:
             return
         lists, blocks = sequence.pages, np.unique(positions // self.pool.block_size)
@@ -113,7 +123,8 @@ class Memory:
             lists.settle(self.pool, self._num_local(lists.pages.shape[1]))
 
     def shorten(self, sequence: SequenceState, num_kept: int) -> None:
-        """The prompt has left only so many tokens in its pages: give back those behind them that nothing needs."""
+        """The prompt has left only so many tokens in its pages: give back those behind them that
+        nothing needs."""
         sequence.num_dropped = sequence.num_prompt - num_kept
         sequence.num_computed = num_kept
         self.pool.release(sequence.pages.shorten(-(-sequence.num_reserved // self.pool.block_size)))
@@ -144,7 +155,8 @@ class Memory:
         sequence.offer.restart()
 
     def abandon(self, sequence: SequenceState) -> None:
-        """`release`, when its recovery has failed half way: nobody finds the pages that it has rewritten in place."""
+        """`release`, when its recovery has failed half way: nobody finds the pages that it has
+        rewritten in place."""
         plan, size = sequence.admitted_plan, self.pool.block_size
         in_place = plan.in_place[::size].numpy()
         pages = sequence.pages.pages[0, : len(in_place)][in_place].tolist()
@@ -152,7 +164,8 @@ class Memory:
         self.pool.forget(pages)
 
     def _find(self, sequence: SequenceState) -> Reuse:
-        """What is known of a prompt, with what comes back from the tiers below the pool, if there is room for it."""
+        """What is known of a prompt, with what comes back from the tiers below the pool, if there
+        is room for it."""
         self.lookup.make_room()
         reuse = self.lookup.find(sequence, sequence.policy.uses_grafts)
         spare = self.pool.num_free - self._num_missing(sequence, reuse)
@@ -165,7 +178,9 @@ class Memory:
         size = self.pool.block_size
         num_blocks, prompt = -(-sequence.num_reserved // size), -(-sequence.num_prompt // size)
         if not reuse.matches:
-            passing = self.cache.layout.window_blocks(size) + -(-self.chunk // size) + len(reuse.copied)
+            passing = (
+                self.cache.layout.window_blocks(size) + -(-self.chunk // size) + len(reuse.copied)
+            )
             prompt = min(prompt, passing)
         at_once = self.cache.layout.num_local_lists * prompt
         return num_blocks - len(reuse.hits) + max(at_once, self._num_local(num_blocks))
@@ -176,9 +191,12 @@ class Memory:
         return layout.num_local_lists * min(num_blocks, layout.window_blocks(self.pool.block_size))
 
     def _pin(self, sequence: SequenceState, reuse: Reuse) -> bool:
-        """Hold what the sequence reuses if all that is missing can be free then; sheds pinned pages of its own."""
+        """Hold what the sequence reuses if all that is missing can be free then; sheds pinned pages
+        of its own."""
         pages = reuse.sources
-        owners = np.concatenate((pages, np.array([reuse.hits[block] for block in reuse.copied], np.int64)))
+        owners = np.concatenate(
+            (pages, np.array([reuse.hits[block] for block in reuse.copied], np.int64))
+        )
         local = self.lookup.local_pages.of(owners)
         sources = np.union1d(pages, local[local >= 0]).tolist()
         held = [*reuse.hits.values(), *sources]
@@ -197,7 +215,10 @@ class Memory:
         """Give the sequence its pages and its plan."""
         size, layout = self.pool.block_size, self.cache.layout
         num_blocks = -(-sequence.num_reserved // size)
-        unused, num_unused = self.pool.allocate(self._num_missing(sequence, reuse)), num_blocks - len(reuse.hits)
+        unused, num_unused = (
+            self.pool.allocate(self._num_missing(sequence, reuse)),
+            num_blocks - len(reuse.hits),
+        )
         lists = sequence.lists = PageLists(layout, num_blocks, size, self.cache.keys.device)
         pages, is_hit = np.empty(num_blocks, np.int64), np.zeros(num_blocks, bool)
         is_hit[list(reuse.hits)] = True
@@ -205,7 +226,8 @@ class Memory:
         lists.place(slice(0, 1), np.arange(num_blocks), pages[None])
         lists.spare = unused[num_unused:]
         copied = np.array(reuse.copied, np.int64)
-        if layout.num_local_lists and copied.size:  # a local page belongs to one sequence, which gives it back
+        # a local page belongs to one sequence, which gives it back
+        if layout.num_local_lists and copied.size:
             lists.add_local(self.pool, copied)
             source = self.lookup.local_pages.of(lists.pages[0, copied])
             self.cache.copy(source.T.ravel().tolist(), lists.pages[1:, copied].ravel().tolist())

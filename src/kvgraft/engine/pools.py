@@ -1,4 +1,5 @@
-"""The KV pool of an engine: its page lists, how many pages, the tensors behind them, what policies need kept beside."""
+"""The KV pool of an engine: its page lists, how many pages, the tensors behind them, what policies
+need kept beside."""
 
 from collections.abc import Iterable, Sequence
 
@@ -46,7 +47,8 @@ def make_pool(
     """A pool of `num_pages` pages, or of `kv_gib` GiB at most; see `Engine`.
 
     Args:
-        residual_layers: layers of which the residual stream that enters them is kept beside keys and values.
+        residual_layers: layers of which the residual stream that enters them is kept beside keys
+            and values.
 
     Raises:
         ValueError: one of them is no layer of the model.
@@ -54,14 +56,30 @@ def make_pool(
     config, dtype, device = decoder.config, decoder.dtype, decoder.device
     residual_layers, latent = sorted(set(residual_layers)), config.latent is not None
     if residual_layers and not 0 <= residual_layers[0] <= residual_layers[-1] < config.num_layers:
-        raise ValueError(f"residual_layers {residual_layers}: layers of this model are 0 to {config.num_layers - 1}")
+        raise ValueError(
+            f"residual_layers {residual_layers}: layers of this model are 0 to "
+            f"{config.num_layers - 1}"
+        )
     if num_pages is None:
         beside = len(residual_layers) * config.hidden_size
-        page_bytes = KVCache.bytes_per_page(layout, block_size, config.head_dim, dtype, latent, beside)
-        num_pages = min(int(kv_gib * 2**30) // page_bytes, PROMPTS * layout.num_lists * -(-max_length // block_size))
+        page_bytes = KVCache.bytes_per_page(
+            layout, block_size, config.head_dim, dtype, latent, beside
+        )
+        num_pages = min(
+            int(kv_gib * 2**30) // page_bytes,
+            PROMPTS * layout.num_lists * -(-max_length // block_size),
+        )
     pool = PagePool(num_pages, block_size)
     cache = KVCache(
-        layout, num_pages, block_size, config.head_dim, dtype, device, latent, residual_layers, config.hidden_size
+        layout,
+        num_pages,
+        block_size,
+        config.head_dim,
+        dtype,
+        device,
+        latent,
+        residual_layers,
+        config.hidden_size,
     )
     if poison:
         cache.poison(range(num_pages))
@@ -70,9 +88,13 @@ def make_pool(
 
 
 def needs(
-    policies: Sequence[Policy], residual_layers: Sequence[int], match: str | Similarity | None, num_layers: int
+    policies: Sequence[Policy],
+    residual_layers: Sequence[int],
+    match: str | Similarity | None,
+    num_layers: int,
 ) -> tuple[set[int], Similarity | None]:
-    """What is to be kept for these policies, beside what was asked for: layers, and near-duplicates."""
+    """What is to be kept for these policies, beside what was asked for: layers, and
+    near-duplicates."""
     layers = set(residual_layers)
     layers.update(layer for policy in policies for layer in policy.residual_layers(num_layers))
     usual = "similar" if any(policy.match == "similar" for policy in policies) else "exact"

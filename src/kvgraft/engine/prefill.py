@@ -1,4 +1,5 @@
-"""The native host's side of the prefill protocol: policies run on the paged pool and the decoder."""
+"""The native host's side of the prefill protocol: policies run on the paged pool and the
+decoder."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +26,8 @@ from kvgraft.prefill.spreading_rows import SpreadingRows
 
 
 class Rows:
-    """Everything that depends only on which tokens a layer computes, made once and used by all its layers."""
+    """Everything that depends only on which tokens a layer computes, made once and used by all its
+    layers."""
 
     def __init__(
         self,
@@ -39,8 +41,11 @@ class Rows:
         self.where = where
         sinks, window = (head_map.sinks, head_map.window) if head_map else (0, 1)
         self.counts = np.array([p.numel() for p in positions])  # per prompt
-        self.seen = np.array([int((p + 1).sum()) for p in positions])  # keys visible to all its queries
-        self.seen_locally = np.array([int((p + 1).clamp(max=sinks + window).sum()) for p in positions])
+        # keys visible to all its queries
+        self.seen = np.array([int((p + 1).sum()) for p in positions])
+        self.seen_locally = np.array(
+            [int((p + 1).clamp(max=sinks + window).sum()) for p in positions]
+        )
         self.layout = AttentionLayout.of(positions, slots, sinks, window, on_device)
         longest = max((context.seen for context in self.layout.contexts), default=1)
         self.cos, self.sin = decoder.config.rope.fresh_table(self.layout.query_positions, longest)
@@ -52,11 +57,12 @@ class NativePrefill(PagedPrefill):
     Args:
         token_ids: int64 [T], the prompts of `plan` end to end.
         slots: per prompt, int64 [page lists, >= its length] slots of its positions.
-        sources: int64 [page lists, g], where the grafted tokens lie now; -1 where a list has lost one.
+        sources: int64 [page lists, g], where the grafted tokens lie now; -1 where a list has lost
+            one.
 
     Attributes:
-        attention_flops, ffn_flops: int64, per prompt the floating-point operations of all layers and scores: of the
-            attention block with its projections, and of the FFN.
+        attention_flops, ffn_flops: int64, per prompt the floating-point operations of all layers
+            and scores: of the attention block with its projections, and of the FFN.
     """
 
     def __init__(
@@ -81,7 +87,8 @@ class NativePrefill(PagedPrefill):
         self._sources = sources
         self._rows: Rows | None = None
         self._grafted = False  # any layer
-        self._projected: tuple[int, Hidden, tuple[Tensor, ...]] | None = None  # layer, input, queries, keys and values
+        # layer, input, queries, keys and values
+        self._projected: tuple[int, Hidden, tuple[Tensor, ...]] | None = None
         self.attention_flops = np.zeros(len(plan.lengths), np.int64)
         self.ffn_flops = np.zeros(len(plan.lengths), np.int64)
 
@@ -94,7 +101,8 @@ class NativePrefill(PagedPrefill):
             return
         with self._timed("align"):
             sources, targets, cos, sin = self._moves
-            keys, *values = (pool[:, :, None] for pool in self._cache.pools)  # streams: layers of one head
+            # streams: layers of one head
+            keys, *values = (pool[:, :, None] for pool in self._cache.pools)
             for page_list, (source, target) in enumerate(zip(sources, targets, strict=True)):
                 moves: tuple[Tensor, ...] = (source, target, cos, sin)
                 has = self._sources[page_list] >= 0
@@ -110,7 +118,10 @@ class NativePrefill(PagedPrefill):
 
     def residual(self, index: int, where: Tensor) -> Hidden:
         if index not in self._cache.residuals:
-            raise ValueError(f"no residual stream is kept at layer {index}: kept are {list(self.residual_layers)}")
+            raise ValueError(
+                f"no residual stream is kept at layer {index}: kept are "
+                f"{list(self.residual_layers)}"
+            )
         if bool((where & ~self.plan.grafted).any()):
             raise ValueError("only grafted tokens have a residual stream from before")
         return Hidden(self._cache.residuals[index][self._slots_of(where)[0]], where)
@@ -180,18 +191,33 @@ class NativePrefill(PagedPrefill):
     ) -> tuple[Rows, Tensor]:
         if self._rows is None or not self._rows.where.equal(hidden.where):
             positions, on_device = self._rows_of(hidden.where), self._on_device(hidden.where)
-            self._rows = Rows(hidden.where, positions, self._slots, self._decoder, self.head_map, on_device)
+            self._rows = Rows(
+                hidden.where, positions, self._slots, self._decoder, self.head_map, on_device
+            )
         rows = self._rows
-        if self._projected is None or self._projected[0] != index or self._projected[1] is not hidden:
-            self._projected = (index, hidden, self._decoder.project(index, hidden.states, rows.cos, rows.sin))
+        if (
+            self._projected is None
+            or self._projected[0] != index
+            or self._projected[1] is not hidden
+        ):
+            self._projected = (
+                index,
+                hidden,
+                self._decoder.project(index, hidden.states, rows.cos, rows.sin),
+            )
             self._cache.write_residual(index, rows.layout.query_slots, hidden.states)
             self.attention_flops += rows.counts * self._decoder.config.project_flops
         query, keys, values = self._projected[2]
         if kept is not None and any(reused):
-            keeps = (self._grafted_everywhere & kept)[hidden.where][:, None, None] & torch.tensor(reused)[:, None]
+            keeps = (self._grafted_everywhere & kept)[hidden.where][:, None, None] & torch.tensor(
+                reused
+            )[:, None]
             old_keys, old_values = self._cache.read(index, rows.layout.query_slots)
             keeps = keeps.to(keys.device)  # [n, Hkv, 1]
-            keys, values = torch.where(keeps, old_keys, keys), torch.where(keeps, old_values, values)
+            keys, values = (
+                torch.where(keeps, old_keys, keys),
+                torch.where(keeps, old_values, values),
+            )
         self._cache.write(index, rows.layout.query_slots, keys, values)
         self._query = (index, hidden.where, query)
         return rows, query
@@ -207,18 +233,21 @@ class NativePrefill(PagedPrefill):
     def _attend(self, index: int, rows: Rows, query: Tensor, heads: LayerHeads) -> Tensor:
         """Attention of the rows, [n, Hq * d]."""
         keys, values, config = self._cache.keys, self._cache.values, self._decoder.config
-        attended = segpaged_attention(query, keys, values, heads, rows.layout, self._scale).flatten(1)
+        attended = segpaged_attention(query, keys, values, heads, rows.layout, self._scale).flatten(
+            1
+        )
         self.computed += rows.counts
         num_local = sum(heads.local)
-        seen = rows.seen * (self.num_kv_heads - num_local) + rows.seen_locally * num_local  # by all KV heads together
+        # by all KV heads together
+        seen = rows.seen * (self.num_kv_heads - num_local) + rows.seen_locally * num_local
         self.attention_flops += seen * (config.attention_flops // self.num_kv_heads)
         self.attention_flops += rows.counts * config.output_flops
         return attended
 
     @cached_property
     def _moves(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of the tokens to copy, slots at their source and in the prompt, int64 [lists, g], and tables that rotate
-        their keys, float32 [g, d / 2]."""
+        """Of the tokens to copy, slots at their source and in the prompt, int64 [lists, g], and
+        tables that rotate their keys, float32 [g, d / 2]."""
         targets = self._slots_of(self.plan.grafted & ~self.plan.in_place)
         segments = self.plan.segments[self.plan.graft_targets]
         table = self._decoder.config.rope.table(self.plan.segment_shifts)
@@ -228,7 +257,9 @@ class NativePrefill(PagedPrefill):
     @memoised
     def _spreading_rows(self, spreading: Spreading) -> SpreadingRows:
         slots = (self._slots_of(where) for where in (spreading.anchors, spreading.copied))
-        return SpreadingRows.of(self.plan, spreading, self._sources, self._decoder.config.rope, *slots)
+        return SpreadingRows.of(
+            self.plan, spreading, self._sources, self._decoder.config.rope, *slots
+        )
 
     @cached_property
     def _grafted_everywhere(self) -> Tensor:

@@ -14,7 +14,9 @@ from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.prefill.profile import POLICY_FILE, PolicyProfile
 
 logger = logging.getLogger("kvgraft")
-MAKE_MAP = f"run `kvgraft profile-heads MODEL`, which writes {HEAD_MAP_FILE} into the model directory"
+MAKE_MAP = (
+    f"run `kvgraft profile-heads MODEL`, which writes {HEAD_MAP_FILE} into the model directory"
+)
 
 
 def load_head_map(
@@ -36,8 +38,8 @@ def load_head_map(
 def choose_policy(
     policy: str | Policy | None, profile: str | Path | None, model_dir: Path, config: ModelConfig
 ) -> tuple[Policy, PolicyProfile | None]:
-    """The policy of requests that name none: the one that was given, or that a profile names, or the default one; and
-    that profile.
+    """The policy of requests that name none: the one that was given, or that a profile names, or
+    the default one; and that profile.
 
     Raises:
         FileNotFoundError, ValueError: it cannot be used, or both were given.
@@ -50,19 +52,25 @@ def choose_policy(
     return parse_policy(policy), None
 
 
-def load_policy_profile(given: str | Path | None, model_dir: Path, identity: str) -> PolicyProfile | None:
-    """The profile that was given, or that lies beside the weights of the checkpoint of this fingerprint; if that does
-    not fit them, none.
+def load_policy_profile(
+    given: str | Path | None, model_dir: Path, identity: str
+) -> PolicyProfile | None:
+    """The profile that was given, or that lies beside the weights of the checkpoint of this
+    fingerprint; if that does not fit them, none.
 
     Raises:
-        FileNotFoundError, ValueError: there is none where one was given, or it is no such profile, or one of another
-            checkpoint.
+        FileNotFoundError, ValueError: there is none where one was given, or it is no such profile,
+            or one of another checkpoint.
     """
     beside = model_dir / POLICY_FILE
     if given is None and not beside.is_file():
         return None
     profile = PolicyProfile.load(given or beside)
-    return profile if _fits(partial(profile.check_model, identity), beside, given=given is not None) else None
+    return (
+        profile
+        if _fits(partial(profile.check_model, identity), beside, given=given is not None)
+        else None
+    )
 
 
 def _fits(check: Callable[[], None], beside: Path, *, given: bool) -> bool:
@@ -77,8 +85,11 @@ def _fits(check: Callable[[], None], beside: Path, *, given: bool) -> bool:
     return True
 
 
-def load_stable_layers(given: Sequence[int] | None, model_dir: Path, config: ModelConfig) -> tuple[int, ...]:
-    """Those that were given, or that a profile beside the weights names; if that does not fit them, the last ones."""
+def load_stable_layers(
+    given: Sequence[int] | None, model_dir: Path, config: ModelConfig
+) -> tuple[int, ...]:
+    """Those that were given, or that a profile beside the weights names; if that does not fit them,
+    the last ones."""
     if given is not None:
         profile = LayerProfile(config.identity, tuple(given))
         profile.check(config.identity, config.num_layers)

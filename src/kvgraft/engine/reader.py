@@ -21,14 +21,21 @@ class PromptReader:
     """
 
     def __init__(
-        self, tokenizer: Any, anchors: Sequence[str], block_size: int | None, vocab_size: int, max_length: int
+        self,
+        tokenizer: Any,
+        anchors: Sequence[str],
+        block_size: int | None,
+        vocab_size: int,
+        max_length: int,
     ) -> None:
         self.tokenizer = tokenizer
         self.anchors = tuple(anchors)
         self._padding: dict[str, int] = {}
         if block_size is not None:
             if tokenizer.pad_token_id is None:
-                raise ValueError("pad_segments needs a tokenizer with a pad token, and this one has none")
+                raise ValueError(
+                    "pad_segments needs a tokenizer with a pad token, and this one has none"
+                )
             self._padding = {"block_size": block_size, "pad_id": tokenizer.pad_token_id}
         self._vocab_size = vocab_size
         self._max_length = max_length

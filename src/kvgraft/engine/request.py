@@ -25,20 +25,26 @@ class Request:
     """One prompt and how to answer it.
 
     Attributes:
-        prompt: text, parts (`str` and reusable `Segment`), or token ids, which are taken as they are.
-        policy: how reused KV is recovered: a name, `name:option=value,...`, or a `Policy`; None is the engine's own.
-        sampling: length, temperature, stop strings and so on.
-        namespace: isolation key; content cached under another one is never found, but for those that are shared.
-        remember: False leaves nothing of this request behind for later ones to reuse.
-        return_logits: keep in the result the float32 logits that each token of the answer was chosen from.
-        flow: how decode steps attend: `quest`, `quest:topk_blocks=64`, `my.py`, or a `Flow`; `dense` to all; None is
+        prompt: text, parts (`str` and reusable `Segment`), or token ids, which are taken as they
+            are.
+        policy: how reused KV is recovered: a name, `name:option=value,...`, or a `Policy`; None is
             the engine's own.
-        match: `exact` or `similar`: whether near-duplicates are grafted, too; None is the engine's own.
-        forced_output: token ids with which the answer begins, whatever the model would choose: computed one by one as any
-            answer is, and so under the flow. The policy knows nothing of them.
-        shared_namespaces: others whose text may be grafted, too, or kept in part, if their documents were read on their
-            own; nothing of this request is left in them. Where a text is known in several, the longest piece counts,
-            then `namespace`, then this order.
+        sampling: length, temperature, stop strings and so on.
+        namespace: isolation key; content cached under another one is never found, but for those
+            that are shared.
+        remember: False leaves nothing of this request behind for later ones to reuse.
+        return_logits: keep in the result the float32 logits that each token of the answer was
+            chosen from.
+        flow: how decode steps attend: `quest`, `quest:topk_blocks=64`, `my.py`, or a `Flow`;
+            `dense` to all; None is the engine's own.
+        match: `exact` or `similar`: whether near-duplicates are grafted, too; None is the engine's
+            own.
+        forced_output: token ids with which the answer begins, whatever the model would choose:
+            computed one by one as any answer is, and so under the flow. The policy knows nothing of
+            them.
+        shared_namespaces: others whose text may be grafted, too, or kept in part, if their
+            documents were read on their own; nothing of this request is left in them. Where a text
+            is known in several, the longest piece counts, then `namespace`, then this order.
     """
 
     prompt: str | Sequence[Part] | Sequence[int]
@@ -53,17 +59,23 @@ class Request:
     shared_namespaces: Sequence[str] = ()
 
 
-Prompt = Request | str | Sequence[int]  # a text or token ids alone are a request with nothing else set
+# a text or token ids alone are a request with nothing else set
+Prompt = Request | str | Sequence[int]
 Prompts = Prompt | Sequence[Prompt]
 
 
 def as_requests(given: Prompts) -> list[Request]:
-    """Return the requests that are meant: one for a prompt by itself, or one for each item of a sequence of prompts.
+    """Return the requests that are meant: one for a prompt by itself, or one for each item of a
+    sequence of prompts.
 
     Raises:
         RequestError: an item is no prompt.
     """
-    if isinstance(given, Request | str | bytes | Mapping) or not isinstance(given, Iterable) or _are_ids(given):
+    if (
+        isinstance(given, Request | str | bytes | Mapping)
+        or not isinstance(given, Iterable)
+        or _are_ids(given)
+    ):
         return [as_request(given)]
     return [as_request(one, number) for number, one in enumerate(given)]
 
@@ -78,7 +90,8 @@ def as_request(given: Any, number: int = 0) -> Request:
         return Request([int(token) for token in given])
     kind = type(given).__name__
     raise RequestError(
-        f"request {number} is of type {kind}: must be text, token ids or a Request (parts: Request([...]))"
+        f"request {number} is of type {kind}: must be text, token ids or a Request (parts: "
+        "Request([...]))"
     )
 
 
@@ -94,9 +107,10 @@ class Report(PrefillReport):
 
     Attributes:
         ttft_s: seconds from submission to the first token.
-        flops: floating-point operations of the prompt's prefill, without embedding and output layer; `ffn_flops` are
-            those in FFNs, the others are in attention and its projections.
-        kv_bytes: most memory that keys and values of the prompt took at a time, room for the answer included.
+        flops: floating-point operations of the prompt's prefill, without embedding and output
+            layer; `ffn_flops` are those in FFNs, the others are in attention and its projections.
+        kv_bytes: most memory that keys and values of the prompt took at a time, room for the answer
+            included.
         counts: what was counted, such as `promoted_heads`.
     """
 
@@ -109,8 +123,8 @@ class Report(PrefillReport):
 
 @dataclass(frozen=True)
 class Result:
-    """The answer to one request. `finish_reason` is `length`, `eos`, `stop` or `error` (then `error` says why);
-    `logits` are float32 [tokens of the answer, V], if they were asked for."""
+    """The answer to one request. `finish_reason` is `length`, `eos`, `stop` or `error` (then
+    `error` says why); `logits` are float32 [tokens of the answer, V], if they were asked for."""
 
     text: str
     token_ids: list[int]
@@ -127,7 +141,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Event:
-    """One step of a streamed answer: the text that became certain; `result` is set on a request's last event."""
+    """One step of a streamed answer: the text that became certain; `result` is set on a request's
+    last event."""
 
     index: int
     text: str
@@ -140,14 +155,21 @@ def check_shared(request: Request) -> Sequence[str]:
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"shared_namespaces must be a sequence of strings, got {names!r}")
     if len({request.namespace, *names}) <= len(names):
-        raise ValueError(f"shared_namespaces must be distinct and others than {request.namespace!r}, got {list(names)}")
+        raise ValueError(
+            f"shared_namespaces must be distinct and others than {request.namespace!r}, got "
+            f"{list(names)}"
+        )
     return names
 
 
 def check_forced_output(request: Request, vocab_size: int) -> None:
     """Raise ValueError unless the answer that a request gives is one that it can have."""
     answer, most = request.forced_output, request.sampling.max_tokens
-    if isinstance(answer, str) or not all(type(token) is int and 0 <= token < vocab_size for token in answer):
-        raise ValueError(f"forced_output must be token ids in 0..{vocab_size - 1}, got {str(answer)[:80]}")
+    if isinstance(answer, str) or not all(
+        type(token) is int and 0 <= token < vocab_size for token in answer
+    ):
+        raise ValueError(
+            f"forced_output must be token ids in 0..{vocab_size - 1}, got {str(answer)[:80]}"
+        )
     if len(answer) > most:
         raise ValueError(f"forced_output has {len(answer)} tokens, but max_tokens is {most}")

@@ -38,14 +38,18 @@ class SamplingParams:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
         if self.temperature != 0 and not _MIN_TEMPERATURE <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 or at least {_MIN_TEMPERATURE}, got {self.temperature}")
+            raise ValueError(
+                f"temperature must be 0 or at least {_MIN_TEMPERATURE}, got {self.temperature}"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be None or in [0, 2**63), got {self.seed}")
-        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
+        if not isinstance(self.stop, tuple) or not all(
+            isinstance(text, str) and text for text in self.stop
+        ):
             raise ValueError(f"stop must be a tuple of non-empty strings, got {self.stop!r}")
 
     @property
@@ -55,7 +59,8 @@ class SamplingParams:
 
 
 class Sampler:
-    """Chooses the tokens of one request; its random state is its own, so the batch it runs in does not matter."""
+    """Chooses the tokens of one request; its random state is its own, so the batch it runs in does
+    not matter."""
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
@@ -66,7 +71,8 @@ class Sampler:
             self._generator.manual_seed(params.seed)
 
     def sample(self, logits: Tensor, best: int | None = None) -> int:
-        """Logits [V] on any device -> a token id: greedy, or top-k, then top-p, then a draw, in float32.
+        """Logits [V] on any device -> a token id: greedy, or top-k, then top-p, then a draw, in
+        float32.
 
         Args:
             best: the most likely token, if it is known.
@@ -86,8 +92,11 @@ class Sampler:
         return choice if tokens is None else int(tokens[choice])
 
 
-def most_likely(logits: Tensor | Sequence[Tensor], samplers: Sequence[Sampler]) -> list[int] | list[None]:
-    """The most likely token of each row of logits [b, V], read from the device together, if any sampler needs it."""
+def most_likely(
+    logits: Tensor | Sequence[Tensor], samplers: Sequence[Sampler]
+) -> list[int] | list[None]:
+    """The most likely token of each row of logits [b, V], read from the device together, if any
+    sampler needs it."""
     if not any(sampler.params.is_greedy for sampler in samplers):
         return [None] * len(samplers)
     if not isinstance(logits, Tensor):

@@ -1,4 +1,5 @@
-"""Continuous batching: admit what fits, prefill it in batches by policy, decode everything that runs."""
+"""Continuous batching: admit what fits, prefill it in batches by policy, decode everything that
+runs."""
 
 import time
 from collections import deque
@@ -29,10 +30,12 @@ Recover = Callable[[PrefillContext], Hidden]
 
 
 class Scheduler:
-    """Steps of the engine. A waiting sequence is never overtaken; a running one never loses its pages.
+    """Steps of the engine. A waiting sequence is never overtaken; a running one never loses its
+    pages.
 
     Args:
-        head_map: for policies that work head by head, and for a cache that keeps less of local heads.
+        head_map: for policies that work head by head, and for a cache that keeps less of local
+            heads.
         enforce_eager: launch every operation of a decode step by itself, on CUDA, too.
     """
 
@@ -67,7 +70,8 @@ class Scheduler:
         yield from self.drain(sequences)
 
     def drain(self, sequences: Sequence[SequenceState]) -> Iterator[Event]:
-        """Step until these sequences, which wait or run, are done; their events. Closing the iterator aborts."""
+        """Step until these sequences, which wait or run, are done; their events. Closing the
+        iterator aborts."""
         try:
             while any(not sequence.done or sequence.events for sequence in sequences):
                 for sequence in sequences:
@@ -97,7 +101,8 @@ class Scheduler:
         self._retire()
 
     def adopt(self, sequence: SequenceState) -> None:
-        """Go on with a sequence whose prompt was computed elsewhere; its pages are to be filled before the next step.
+        """Go on with a sequence whose prompt was computed elsewhere; its pages are to be filled
+        before the next step.
 
         Raises:
             PoolExhausted: it does not fit now.
@@ -107,13 +112,19 @@ class Scheduler:
 
     @torch.inference_mode()
     def read_documents(self, sequence: SequenceState) -> int:
-        """Read what its policy keeps a part of and the library does not have; how many documents that were."""
+        """Read what its policy keeps a part of and the library does not have; how many documents
+        that were."""
         policy = sequence.policy
         if not isinstance(policy, KeepsDocuments):
             return 0
         layers = NativeLayers(self.decoder, self.memory.cache)
         return self.library.place(
-            layers, sequence.prompt, sequence.documents, sequence.scope, policy.blocks, shared=sequence.shared
+            layers,
+            sequence.prompt,
+            sequence.documents,
+            sequence.scope,
+            policy.blocks,
+            shared=sequence.shared,
         )[1]
 
     def abort(self, sequences: Iterable[SequenceState]) -> None:
@@ -128,7 +139,9 @@ class Scheduler:
     def _admit(self) -> list[SequenceState]:
         admitted: list[SequenceState] = []
         num_tokens = 0
-        while self.waiting and (not admitted or num_tokens + self.waiting[0].num_prompt <= self.memory.chunk):
+        while self.waiting and (
+            not admitted or num_tokens + self.waiting[0].num_prompt <= self.memory.chunk
+        ):
             sequence = self.waiting[0]
             started = time.perf_counter()
             try:
@@ -144,7 +157,8 @@ class Scheduler:
         return admitted
 
     def _requeue(self, admitted: list[SequenceState]) -> None:
-        """A policy failed: what has not been prefilled waits again, so that nobody decodes from unwritten pages."""
+        """A policy failed: what has not been prefilled waits again, so that nobody decodes from
+        unwritten pages."""
         for sequence in reversed(admitted):
             if sequence.first_token_pending:
                 self.running.remove(sequence)
@@ -152,40 +166,64 @@ class Scheduler:
                 self.waiting.appendleft(sequence)
 
     def _prefill(self, policy: Policy, sequences: list[SequenceState]) -> None:
-        """Prompts with grafts as the policy says, all others in full; those that come out non-finite again, in full."""
+        """Prompts with grafts as the policy says, all others in full; those that come out
+        non-finite again, in full."""
         for sequence in sequences:
             if sequence.documents:
                 self._keep_documents(policy, sequence)
-        sequences = [sequence for sequence in sequences if not sequence.documents and sequence in self.running]
+        sequences = [
+            sequence
+            for sequence in sequences
+            if not sequence.documents and sequence in self.running
+        ]
         logits: dict[SequenceState, Tensor] = {}
         broken: list[SequenceState] = []
         grafting = [sequence for sequence in sequences if _has_grafts(sequence)]
-        for batch in [[sequence] for sequence in grafting] if policy.needs_head_map else [grafting] if grafting else []:
+        for batch in (
+            [[sequence] for sequence in grafting]
+            if policy.needs_head_map
+            else [grafting]
+            if grafting
+            else []
+        ):
             rows = self._recover(policy.recover, batch)
             logits |= zip(batch, rows, strict=True)
             finite = rows.isfinite().all(dim=-1).tolist()
-            broken += [sequence for sequence, is_finite in zip(batch, finite, strict=True) if not is_finite]
+            broken += [
+                sequence for sequence, is_finite in zip(batch, finite, strict=True) if not is_finite
+            ]
         for sequence in sequences:
             self.memory.unpin_sources(sequence)
         for sequence in broken:
             self.memory.drop_grafts(sequence, "non_finite")
         exact = [sequence for sequence in sequences if not _has_grafts(sequence)]
         logits |= zip(exact, self._compute(policy, exact), strict=True)
-        best = most_likely([logits[sequence] for sequence in sequences], [sequence.sampler for sequence in sequences])
+        best = most_likely(
+            [logits[sequence] for sequence in sequences],
+            [sequence.sampler for sequence in sequences],
+        )
         for sequence, token in zip(sequences, best, strict=True):
             self._accept(sequence, logits[sequence], token)
             self.memory.offer(sequence)
             self.memory.settle(sequence)
 
     def _keep_documents(self, policy: Policy, sequence: SequenceState) -> None:
-        """One prompt whose documents are kept in part; documents that are not known yet are read first."""
+        """One prompt whose documents are kept in part; documents that are not known yet are read
+        first."""
         if not isinstance(policy, KeepsDocuments):
             raise TypeError(f"policy {policy.name!r} keeps no documents")
         report, remember = sequence.report, sequence.request.remember
         layers = NativeLayers(self.decoder, self.memory.cache, sequence.pages.slots)
         plan, documents = sequence.admitted_plan, sequence.documents
         ctx, hidden, report.counts["documents_read"] = self.library.keep(
-            layers, policy, plan, sequence.prompt, documents, sequence.scope, shared=sequence.shared, remember=remember
+            layers,
+            policy,
+            plan,
+            sequence.prompt,
+            documents,
+            sequence.scope,
+            shared=sequence.shared,
+            remember=remember,
         )
         logits = self.decoder.logits(hidden.states[-1:])[0]
         self._account(ctx, report)
@@ -201,22 +239,33 @@ class Scheduler:
         config = self.decoder.config
         report.recomputed_tokens = ctx.recomputed
         report.computed_share = ctx.projected / (report.prompt_tokens * ctx.num_layers)
-        report.ffn_flops = sum(count * config.ffn_flops(layer) for layer, count in enumerate(ctx.finished))
-        report.flops = report.ffn_flops + ctx.projected * config.project_flops + sum(ctx.finished) * config.output_flops
-        report.flops += ctx.attended * config.attention_flops + ctx.scored * config.attention_flops // 2
+        report.ffn_flops = sum(
+            count * config.ffn_flops(layer) for layer, count in enumerate(ctx.finished)
+        )
+        report.flops = (
+            report.ffn_flops
+            + ctx.projected * config.project_flops
+            + sum(ctx.finished) * config.output_flops
+        )
+        report.flops += (
+            ctx.attended * config.attention_flops + ctx.scored * config.attention_flops // 2
+        )
         report.kv_bytes += ctx.scratch_bytes
         report.counts["kept_tokens"] = ctx.num_kept - report.fresh_tokens
         report.stages.update(ctx.times.seconds)
 
     def _compute(self, policy: Policy, sequences: list[SequenceState]) -> Iterable[Tensor]:
-        """Full recomputation, logits [V] of each; a long prompt in chunks, which it offers as it goes."""
+        """Full recomputation, logits [V] of each; a long prompt in chunks, which it offers as it
+        goes."""
         if sum(sequence.num_prompt for sequence in sequences) <= self.memory.chunk:
             return self._recover(policy.recompute, sequences) if sequences else []
         return [self._compute_long(policy, sequence) for sequence in sequences]
 
     def _compute_long(self, policy: Policy, sequence: SequenceState) -> Tensor:
         for start in range(0, sequence.num_prompt, self.memory.chunk):
-            part = sequence.admitted_plan.part(start, min(start + self.memory.chunk, sequence.num_prompt))
+            part = sequence.admitted_plan.part(
+                start, min(start + self.memory.chunk, sequence.num_prompt)
+            )
             if part.active.any():
                 ctx, hidden = self._run(policy.recompute, [sequence], [part])
                 self._report(ctx, hidden, [sequence])
@@ -226,20 +275,32 @@ class Scheduler:
 
     def _recover(self, recover: Recover, sequences: list[SequenceState]) -> Tensor:
         """Logits [b, V] after each prompt."""
-        ctx, hidden = self._run(recover, sequences, [sequence.admitted_plan for sequence in sequences])
+        ctx, hidden = self._run(
+            recover, sequences, [sequence.admitted_plan for sequence in sequences]
+        )
         logits = self.decoder.logits(ctx.last_hidden(hidden))
-        self._report(ctx, hidden, sequences)  # waits for the device, which has the logits to compute meanwhile
+        # waits for the device, which has the logits to compute meanwhile
+        self._report(ctx, hidden, sequences)
         return logits
 
-    def _run(self, recover: Recover, sequences: list[SequenceState], plans: list[Plan]) -> tuple[NativePrefill, Hidden]:
+    def _run(
+        self, recover: Recover, sequences: list[SequenceState], plans: list[Plan]
+    ) -> tuple[NativePrefill, Hidden]:
         """One pass over what the plans say of the sequences."""
         for sequence, plan in zip(sequences, plans, strict=True):
             self.memory.reach(sequence, plan.active.nonzero()[:, 0].numpy())
         plan = Plan.batch(plans)
-        tokens = torch.cat([torch.from_numpy(s.prompt[: p.num_tokens]) for s, p in zip(sequences, plans, strict=True)])
+        tokens = torch.cat(
+            [
+                torch.from_numpy(s.prompt[: p.num_tokens])
+                for s, p in zip(sequences, plans, strict=True)
+            ]
+        )
         slots = [sequence.pages.slots for sequence in sequences]
         sources = self.memory.lookup.source_slots(plan)
-        ctx = NativePrefill(self.decoder, self.memory.cache, plan, tokens, slots, sources, self.head_map)
+        ctx = NativePrefill(
+            self.decoder, self.memory.cache, plan, tokens, slots, sources, self.head_map
+        )
         hidden = recover(ctx)
         for sequence, length in zip(sequences, plan.lengths, strict=True):
             sequence.num_computed = length

@@ -34,17 +34,21 @@ class SequenceState:
         prompt: its token ids, int64 [num_prompt].
         tokens: prompt and generated token ids.
         offer: what it leaves behind for others.
-        lists: its pages; reserved whole at admission, so that a running request never waits for memory.
+        lists: its pages; reserved whole at admission, so that a running request never waits for
+            memory.
         flow: how its decode steps attend; None is dense.
         shared: scopes of other namespaces that it may graft from, see `scope`.
-        shares_prefix: whether it may use pages that others use, too; not if its flow keeps state in them.
+        shares_prefix: whether it may use pages that others use, too; not if its flow keeps state in
+            them.
         matches_similar: whether near-duplicates of its prompt are grafted, too.
         documents: stretches of the prompt of which a part is kept, if its policy does that.
-        num_dropped: prompt tokens that its pages will not hold, or do not hold any more: what is left stands closer
-            together there, so that token t of the answer lies at t - num_dropped.
+        num_dropped: prompt tokens that its pages will not hold, or do not hold any more: what is
+            left stands closer together there, so that token t of the answer lies at t -
+            num_dropped.
         plan: how its prompt is obtained.
         continued: what it goes on with of an earlier prompt, if that is approximate.
-        continuation_keys: of its blocks from the first approximate one on, for prompts that go on with them.
+        continuation_keys: of its blocks from the first approximate one on, for prompts that go on
+            with them.
         given_up: why what is known of its prompt is not grafted, or None.
         num_indexed: leading blocks that the caches of its flow know.
         num_computed: leading places of its pages that hold KV.
@@ -85,13 +89,15 @@ class SequenceState:
 
     @property
     def scope(self) -> bytes:
-        """Digest that isolates everything it leaves behind, and may reuse, but for what is `shared` (model and
-        namespace)."""
+        """Digest that isolates everything it leaves behind, and may reuse, but for what is `shared`
+        (model and namespace)."""
         return self.offer.scope
 
     def first_tokens(self, count: int) -> np.ndarray:
         """Of prompt and answer, int64 [count]."""
-        return np.concatenate((self.prompt[:count], np.array(self.tokens[self.num_prompt : count], np.int64)))
+        return np.concatenate(
+            (self.prompt[:count], np.array(self.tokens[self.num_prompt : count], np.int64))
+        )
 
     @property
     def pages(self) -> PageLists:
@@ -109,29 +115,38 @@ class SequenceState:
 
     @property
     def recovery_key(self) -> tuple[object, ...]:
-        """How it recovers and attends: others that go on with its approximate KV do it in the same way."""
+        """How it recovers and attends: others that go on with its approximate KV do it in the same
+        way."""
         return str(self.policy), self.matches_similar, self.flow, self.shared
 
     def depths(self, count: int) -> np.ndarray:
-        """How far its first blocks are from exact KV, int16 [count]: see `BlockProvenance.depths`."""
+        """How far its first blocks are from exact KV, int16 [count]: see
+        `BlockProvenance.depths`."""
         size = self.admitted_plan.block_size
         hits = self.admitted_plan.prefix[::size].numpy().copy()
         if self.continued is not None:
             hits[self.continued.first_block : self.continued.stop_block] = False
         return self.offer.depths(count, size, hits)
 
-    def mark_approximate(self, continued: Continued[bytes] | None, matches: Sequence[Match], block_size: int) -> None:
+    def mark_approximate(
+        self, continued: Continued[bytes] | None, matches: Sequence[Match], block_size: int
+    ) -> None:
         """Note what makes its KV approximate: what it goes on with, and what is grafted."""
         self.continued = continued
         self.continuation_keys[:] = continued.keys if continued else ()
         self.offer.reset()
-        self.offer.mark_approximate(((match.start, match.depth + 1) for match in matches), spans_of(matches))
+        self.offer.mark_approximate(
+            ((match.start, match.depth + 1) for match in matches), spans_of(matches)
+        )
         if continued:
             self.offer.mark_approximate(continued.steps(block_size), continued.spans)
 
     def decide(self, estimate: CostEstimate) -> None:
         """Note by which estimate it was decided whether to graft what is known."""
-        self.report.estimated_full_s, self.report.estimated_reuse_s = estimate.full_s, estimate.reuse_s
+        self.report.estimated_full_s, self.report.estimated_reuse_s = (
+            estimate.full_s,
+            estimate.reuse_s,
+        )
         if estimate.reason is not None:
             self.given_up = estimate.reason
 
@@ -142,7 +157,9 @@ class SequenceState:
         counts = plan.kinds.bincount(minlength=len(Kind)).tolist()
         report.fresh_tokens, report.grafted_tokens = counts[Kind.FRESH], counts[Kind.GRAFTED]
         report.continued_tokens, report.depth = continued, self.offer.depth
-        report.prefix_tokens = plan.num_tokens - report.fresh_tokens - report.grafted_tokens - continued
+        report.prefix_tokens = (
+            plan.num_tokens - report.fresh_tokens - report.grafted_tokens - continued
+        )
         unknown = unknown_reason(report.fresh_tokens, plan.block_size)
         report.conclude(self.given_up or (unknown if self.policy.uses_grafts else "policy_full"))
 
@@ -159,8 +176,8 @@ class SequenceState:
     def place_documents(
         self, policy: KeepsDocuments, segments: Iterable[tuple[int, int]], layout: StreamLayout
     ) -> None:
-        """The segments are the documents of which the policy keeps a part; but the last token of a prompt is always
-        computed."""
+        """The segments are the documents of which the policy keeps a part; but the last token of a
+        prompt is always computed."""
         last = self.num_prompt - 1
         documents = tuple(range(start, min(stop, last)) for start, stop in segments if start < last)
         if layout.num_local_lists:
@@ -173,8 +190,8 @@ class SequenceState:
             self.num_dropped = sum(lengths) - policy.num_kept(lengths)
 
     def choose(self, logits: Tensor, best: int | None = None) -> int:
-        """The next token: of the answer that its request gives, as far as that reaches, then by sampling; `best` is the
-        most likely one, if it is known."""
+        """The next token: of the answer that its request gives, as far as that reaches, then by
+        sampling; `best` is the most likely one, if it is known."""
         given, place = self.request.forced_output, len(self.tokens) - self.num_prompt
         return given[place] if place < len(given) else self.sampler.sample(logits, best)
 

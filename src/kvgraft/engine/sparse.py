@@ -55,13 +55,14 @@ class FlowBatch:
     def attend(self, query: Tensor, layer: LayerIndexer, scale: float) -> Tensor:
         """Queries [r, Hq, d] of the rows -> [r, Hq, d]."""
         layer.fill(self.full, self.num_full)
-        by_head = query.unflatten(1, (len(self.batch.rows) // len(query), -1)).flatten(0, 1)  # [r * Hkv, g, d]
+        # [r * Hkv, g, d]
+        by_head = query.unflatten(1, (len(self.batch.rows) // len(query), -1)).flatten(0, 1)
         return layer.attend(by_head, self.batch, scale).view(query.shape)
 
 
 class SparseDecode:
-    """The flows of all running sequences. Their caches are made when they are first needed, filled anew for every
-    sequence, and dropped when another flow needs its own and no sequence uses them.
+    """The flows of all running sequences. Their caches are made when they are first needed, filled
+    anew for every sequence, and dropped when another flow needs its own and no sequence uses them.
 
     Args:
         group: query heads of a KV head.
@@ -74,79 +75,123 @@ class SparseDecode:
         self._indexers: dict[Flow, Indexer] = {}
 
     def find(self, flow: str | Flow | None) -> Flow | None:
-        """A flow that decode steps of this engine can follow, from what names it; None for dense attention.
+        """A flow that decode steps of this engine can follow, from what names it; None for dense
+        attention.
 
         Raises:
-            FileNotFoundError, ValueError: as `parse_flow` and `trace`, or local heads keep no blocks to choose.
+            FileNotFoundError, ValueError: as `parse_flow` and `trace`, or local heads keep no
+                blocks to choose.
         """
         chosen = parse_flow(flow) if isinstance(flow, str) else flow
         if chosen is not None:
             if self._cache.layout.num_local_lists:
-                raise ValueError(f"flow {chosen.name!r} and head_paging exclude each other: local heads keep no blocks")
+                raise ValueError(
+                    f"flow {chosen.name!r} and head_paging exclude each other: local heads keep no "
+                    "blocks"
+                )
             self.program(chosen)
         return chosen
 
     def program(self, flow: Flow) -> Program:
         """The flow, traced for this model; raises FlowError if it cannot be right."""
         if flow not in self._programs:
-            self._programs[flow] = trace(flow, self._cache.block_size, self._cache.keys.shape[2], self._group)
+            self._programs[flow] = trace(
+                flow, self._cache.block_size, self._cache.keys.shape[2], self._group
+            )
         return self._programs[flow]
 
     def follow(self, sequences: Sequence[SequenceState]) -> list[Followers]:
-        """Which sequences of a step that computes the next token of each follow a flow; KV after it is approximate."""
+        """Which sequences of a step that computes the next token of each follow a flow; KV after it
+        is approximate."""
         numbers: dict[Flow, list[int]] = {}
         for number, sequence in enumerate(sequences):
             flow = sequence.flow
             if flow is not None and self.program(flow).reaches(sequence.num_computed + 1):
                 numbers.setdefault(flow, []).append(number)
-                sequence.offer.first_approximate = min(sequence.offer.first_approximate, sequence.num_computed)
+                sequence.offer.first_approximate = min(
+                    sequence.offer.first_approximate, sequence.num_computed
+                )
         for flow in numbers.keys() - self._indexers.keys():
             used = {sequence.flow for sequence in sequences}
-            self._indexers = {known: indexer for known, indexer in self._indexers.items() if known in used}
+            self._indexers = {
+                known: indexer for known, indexer in self._indexers.items() if known in used
+            }
             num_rows = self._cache.keys.shape[:2].numel() // self._cache.block_size
             self._indexers[flow] = Indexer(self.program(flow), num_rows, self._cache.keys)
-        return [self._followers(flow, own, [sequences[number] for number in own]) for flow, own in numbers.items()]
+        return [
+            self._followers(flow, own, [sequences[number] for number in own])
+            for flow, own in numbers.items()
+        ]
 
     def batch(self, followers: Followers, pages: Tensor) -> FlowBatch:
         """Bring followers beside the pool.
 
         Args:
-            pages: int64 [sequences, blocks], the first lists of all sequences of the step; any page behind the last.
+            pages: int64 [sequences, blocks], the first lists of all sequences of the step; any page
+                behind the last.
         """
         size, device, numbers = self._cache.block_size, pages.device, followers.numbers
         rows = None if len(numbers) == len(pages) else upload(device, torch.tensor(numbers))[0]
         own = (pages if rows is None else pages[rows])[:, : -(-max(followers.tokens) // size)]
         heads = self._first_pages(device)
-        batch = Batch(_by_head(own, heads), torch.tensor(followers.tokens).repeat_interleave(len(heads)), size)
-        full, known = torch.from_numpy(followers.full), torch.tensor([len(followers.full) * len(heads)])
+        batch = Batch(
+            _by_head(own, heads), torch.tensor(followers.tokens).repeat_interleave(len(heads)), size
+        )
+        full, known = (
+            torch.from_numpy(followers.full),
+            torch.tensor([len(followers.full) * len(heads)]),
+        )
         count = known
         if len(full):
             full, count = upload(device, full, known)
             full = (full[:, None] + heads).flatten()
         return FlowBatch(followers.indexer, numbers, rows, batch, full, Lengths(count, known))
 
-    def batch_of_all(self, indexer: Indexer, step: StepRows, full: Tensor, num_full: Tensor) -> FlowBatch:
+    def batch_of_all(
+        self, indexer: Indexer, step: StepRows, full: Tensor, num_full: Tensor
+    ) -> FlowBatch:
         """All sequences of a step follow one flow, and only the device knows where they stand.
 
         Args:
-            full: int64 [n], pages of first lists, of which the first `num_full` int64 [1] are full from this step on.
+            full: int64 [n], pages of first lists, of which the first `num_full` int64 [1] are full
+                from this step on.
         """
         heads = self._first_pages(full.device)
         tokens = (step.positions + 1).repeat_interleave(len(heads))
         batch = Batch(_by_head(step.pages[:, 0], heads), tokens, step.block_size)
-        return FlowBatch(indexer, (), None, batch, (full[:, None] + heads).flatten(), Lengths(num_full * len(heads)))
+        return FlowBatch(
+            indexer,
+            (),
+            None,
+            batch,
+            (full[:, None] + heads).flatten(),
+            Lengths(num_full * len(heads)),
+        )
 
     def at(self, layer: int, indexer: Indexer) -> LayerIndexer:
         """A layer's part of the pool."""
         streams = self._cache.layout.layers[layer].whole[0].streams
-        size, num_pages = self._cache.block_size, self._cache.keys.shape[1] // self._cache.block_size
-        keys, values = (pool[streams].view(-1, size, pool.shape[2]) for pool in (self._cache.keys, self._cache.values))
+        size, num_pages = (
+            self._cache.block_size,
+            self._cache.keys.shape[1] // self._cache.block_size,
+        )
+        keys, values = (
+            pool[streams].view(-1, size, pool.shape[2])
+            for pool in (self._cache.keys, self._cache.values)
+        )
         return indexer.at(slice(streams.start * num_pages, streams.stop * num_pages), keys, values)
 
-    def _followers(self, flow: Flow, numbers: list[int], sequences: Sequence[SequenceState]) -> Followers:
-        full, tokens = [np.zeros(0, np.int64)], [sequence.num_computed + 1 for sequence in sequences]
+    def _followers(
+        self, flow: Flow, numbers: list[int], sequences: Sequence[SequenceState]
+    ) -> Followers:
+        full, tokens = (
+            [np.zeros(0, np.int64)],
+            [sequence.num_computed + 1 for sequence in sequences],
+        )
         for count, sequence in zip(tokens, sequences, strict=True):
-            full.append(sequence.pages.pages[0, sequence.num_indexed : count // self._cache.block_size])
+            full.append(
+                sequence.pages.pages[0, sequence.num_indexed : count // self._cache.block_size]
+            )
             sequence.num_indexed = count // self._cache.block_size
         return Followers(self._indexers[flow], tuple(numbers), tokens, np.concatenate(full))
 

@@ -1,10 +1,11 @@
 """Decode steps as CUDA graphs: a step of a shape that came before is one launch.
 
-A graph replays the launches of the step that it was captured from, with the same tensors and the same numbers as their
-arguments. So sequences and blocks are padded to powers of two, all that changes lies in one tensor, which every step
-overwrites in one copy from pinned memory, and kernels read lengths on the device. The first step of a shape runs
-without a graph, which compiles its kernels and makes what is kept (tables, constants); the second is captured. What
-cannot be captured runs as it does without graphs, and is counted with the reason.
+A graph replays the launches of the step that it was captured from, with the same tensors and the
+same numbers as their arguments. So sequences and blocks are padded to powers of two, all that
+changes lies in one tensor, which every step overwrites in one copy from pinned memory, and kernels
+read lengths on the device. The first step of a shape runs without a graph, which compiles its
+kernels and makes what is kept (tables, constants); the second is captured. What cannot be captured
+runs as it does without graphs, and is counted with the reason.
 
 Hidden states come out of a graph, not logits: those of all graphs together would take much memory.
 """
@@ -21,7 +22,15 @@ import torch
 from torch import Tensor
 
 from kvgraft.decode.indexer import Indexer
-from kvgraft.engine.decode import StepAttention, StepInputs, decode, last_hidden, longest, num_blocks, numbers_of
+from kvgraft.engine.decode import (
+    StepAttention,
+    StepInputs,
+    decode,
+    last_hidden,
+    longest,
+    num_blocks,
+    numbers_of,
+)
 from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.engine.sparse import Followers, SparseDecode
@@ -59,14 +68,17 @@ class StepGraphs:
         enforce_eager: capture nothing.
 
     Attributes:
-        counts: steps that were `replayed`, `captured` or `warmed_up`; all others by reason: `enforce_eager`, `no_cuda`,
-            `no_triton`, `experts` (the host asks which of them have rows), `residual_layers` (writes of kept states
-            know no padding), `too_many_rows`, `mixed_flows` (not all sequences follow the same), `new_pages` (more
-            pages than sequences are new to the flow), `unfused_flow` (kernels do not do all of it), `watched` (stages
-            are timed), `not_captured` (CUDA refused to, as the log says).
+        counts: steps that were `replayed`, `captured` or `warmed_up`; all others by reason:
+            `enforce_eager`, `no_cuda`, `no_triton`, `experts` (the host asks which of them have
+            rows), `residual_layers` (writes of kept states know no padding), `too_many_rows`,
+            `mixed_flows` (not all sequences follow the same), `new_pages` (more pages than
+            sequences are new to the flow), `unfused_flow` (kernels do not do all of it), `watched`
+            (stages are timed), `not_captured` (CUDA refused to, as the log says).
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, flows: SparseDecode, *, enforce_eager: bool = False) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, flows: SparseDecode, *, enforce_eager: bool = False
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self._decoder = decoder
         self._cache = cache
@@ -88,14 +100,23 @@ class StepGraphs:
         self.counts[how] += 1
         return decode(self._decoder, self._cache, self._flows, sequences, followed)
 
-    def _run(self, sequences: Sequence[SequenceState], followed: Sequence[Followers]) -> tuple[str, Tensor | None]:
+    def _run(
+        self, sequences: Sequence[SequenceState], followed: Sequence[Followers]
+    ) -> tuple[str, Tensor | None]:
         """How a step was run, and its hidden states [rows, D]; None if it was not."""
-        rows, blocks = _padded(len(sequences)), _padded(num_blocks(self._cache, sequences), LEAST_BLOCKS)
+        rows, blocks = (
+            _padded(len(sequences)),
+            _padded(num_blocks(self._cache, sequences), LEAST_BLOCKS),
+        )
         table = self._decoder.config.rope.kept_table(longest(sequences), self._decoder.device)
-        indexer, full = (followed[0].indexer, followed[0].full) if followed else (None, np.zeros(0, np.int64))
+        indexer, full = (
+            (followed[0].indexer, followed[0].full) if followed else (None, np.zeros(0, np.int64))
+        )
         pages = np.zeros(rows + 1, np.int64)  # that are full from this step on, and how many
         pages[: len(full)], pages[-1] = full, len(full)
-        numbers = torch.cat((numbers_of(self._cache, sequences, rows, blocks), torch.from_numpy(pages)))
+        numbers = torch.cat(
+            (numbers_of(self._cache, sequences, rows, blocks), torch.from_numpy(pages))
+        )
 
         shape = StepShape(weakref.ref(indexer) if indexer else None, rows, blocks, len(table[0]))
         self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -107,16 +128,26 @@ class StepGraphs:
         rows, cache = shape.rows, self._cache
         own, full, num_full = numbers.split([len(numbers) - rows - 1, rows, 1])
         step = StepInputs.of(cache, own, rows)
-        batches = [] if indexer is None else [self._flows.batch_of_all(indexer, step.rows, full, num_full)]
+        batches = (
+            []
+            if indexer is None
+            else [self._flows.batch_of_all(indexer, step.rows, full, num_full)]
+        )
         layout = AttentionLayout((), cache.layout.sinks, cache.layout.window, step.rows)
-        attention = StepAttention(cache, self._flows, layout, batches, self._decoder.config.attention_scale)
+        attention = StepAttention(
+            cache, self._flows, layout, batches, self._decoder.config.attention_scale
+        )
         return last_hidden(self._decoder, attention, step, shape.length)
 
     def _step(self, shape: StepShape, make: Callable[[], "_FixedStep"]) -> "_FixedStep":
         """The step of a shape; steps that read what is there no more are dropped."""
-        if any(now is not then for now, then in zip(self._tensors(), self._captured_from, strict=True)):
+        if any(
+            now is not then for now, then in zip(self._tensors(), self._captured_from, strict=True)
+        ):
             self._steps, self._captured_from = {}, self._tensors()
-        for known in [known for known in self._steps if known.indexer is not None and known.indexer() is None]:
+        for known in [
+            known for known in self._steps if known.indexer is not None and known.indexer() is None
+        ]:
             del self._steps[known]
         step = self._steps.pop(shape) if shape in self._steps else make()
         self._steps[shape] = step
@@ -144,8 +175,11 @@ class _FixedStep:
         self._hidden: Tensor | None = None
         self._is_warm = self._is_refused = False
 
-    def run(self, numbers: Tensor, hidden: Callable[[Tensor], Tensor], pool: Any) -> tuple[str, Tensor | None]:
-        """How the step was run, and what it gave; None if it was not, since CUDA refused to capture it.
+    def run(
+        self, numbers: Tensor, hidden: Callable[[Tensor], Tensor], pool: Any
+    ) -> tuple[str, Tensor | None]:
+        """How the step was run, and what it gave; None if it was not, since CUDA refused to capture
+        it.
 
         Args:
             numbers: int64 [n] on the CPU.

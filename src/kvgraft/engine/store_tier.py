@@ -1,4 +1,5 @@
-"""Tiers below the page pool: exact blocks go to host memory and to disk, and come back when a prompt wants them."""
+"""Tiers below the page pool: exact blocks go to host memory and to disk, and come back when a
+prompt wants them."""
 
 import os
 from collections.abc import Sequence
@@ -24,26 +25,34 @@ class StoreTier:
         index: what prompts are matched with; what comes back is registered there.
     """
 
-    def __init__(self, store: SegmentStore, pool: PagePool, cache: KVCache, index: ReuseIndex) -> None:
+    def __init__(
+        self, store: SegmentStore, pool: PagePool, cache: KVCache, index: ReuseIndex
+    ) -> None:
         self.store = store
         self.pool = pool
         self.cache = cache
         self.index = index
-        self._first_source = int.from_bytes(os.urandom(7))  # so that sources of two processes differ
+        # so that sources of two processes differ
+        self._first_source = int.from_bytes(os.urandom(7))
 
     @classmethod
-    def open(cls, options: StoreOptions, pool: PagePool, cache: KVCache, index: ReuseIndex) -> "StoreTier":
+    def open(
+        cls, options: StoreOptions, pool: PagePool, cache: KVCache, index: ReuseIndex
+    ) -> "StoreTier":
         """A store with these options, that finds what the engine finds.
 
         Raises:
             ValueError, OSError: it cannot be used; the message says why.
         """
         if cache.layout.num_local_lists:
-            raise ValueError("a store keeps what all heads hold, and with head_paging local heads give it back")
+            raise ValueError(
+                "a store keeps what all heads hold, and with head_paging local heads give it back"
+            )
         return cls(options.open(pool.block_size, *index.cuts), pool, cache, index)
 
     def keep(self, sequence: SequenceState, *, ended: bool) -> None:
-        """Store the exact blocks that the sequence has offered: chunk by chunk, the last one when it has ended."""
+        """Store the exact blocks that the sequence has offered: chunk by chunk, the last one when
+        it has ended."""
         size, length, offer = self.pool.block_size, self.store.chunk_blocks, sequence.offer
         stop = offer.num_registered if ended else offer.num_registered // length * length
         if stop <= offer.num_stored:
@@ -56,7 +65,8 @@ class StoreTier:
                 self.store.put(chunk, self._read(slots))
 
     def restore(self, sequence: SequenceState, reuse: Reuse, num_spare: int) -> bool:
-        """Bring stored blocks that a prompt wants beside `reuse` into `num_spare` free pages at most; whether any."""
+        """Bring stored blocks that a prompt wants beside `reuse` into `num_spare` free pages at
+        most; whether any."""
         held = [*reuse.hits.values(), *reuse.sources.tolist()]
         wanted = self._wanted(sequence, reuse)[: max(num_spare - len(held), 0)]
         fetched = self.store.fetch(wanted, sequence.scope, *sequence.shared)
@@ -77,7 +87,8 @@ class StoreTier:
         return True
 
     def _wanted(self, sequence: SequenceState, reuse: Reuse) -> list[int]:
-        """Numbers of stored blocks: exact ones of the prompt, then those that can be grafted, longest run first."""
+        """Numbers of stored blocks: exact ones of the prompt, then those that can be grafted,
+        longest run first."""
         size, prompt, scope = self.pool.block_size, sequence.prompt, sequence.scope
         exact: dict[int, int] = {}
         if sequence.shares_prefix:
@@ -91,17 +102,22 @@ class StoreTier:
         for match in reuse.matches:
             free[match.start : match.start + match.length] = False
         shared, similar = sequence.shared, sequence.matches_similar
-        grafts = wanted_grafts(self.store, self.index, prompt, scope, free, shared=shared, similar=similar)
+        grafts = wanted_grafts(
+            self.store, self.index, prompt, scope, free, shared=shared, similar=similar
+        )
         return list(dict.fromkeys([*exact, *grafts]))
 
     def _read(self, slots: Tensor) -> dict[str, Tensor]:
-        """What the pool holds in these slots int64 [n], by the name of the tensor: [streams, n, d]."""
+        """What the pool holds in these slots int64 [n], by the name of the tensor: [streams, n,
+        d]."""
         return {name: tensor[:, slots].cpu() for name, tensor in self._tensors().items()}
 
     def _write(self, pages: Sequence[int], blocks: Sequence[StoredBlock]) -> None:
         slots = slots_of(pages, self.pool.block_size).to(self.cache.keys.device)
         for name, tensor in self._tensors().items():
-            tensor[:, slots] = torch.cat([block.payload[name] for block in blocks], dim=1).to(tensor.device)
+            tensor[:, slots] = torch.cat([block.payload[name] for block in blocks], dim=1).to(
+                tensor.device
+            )
 
     def _fits(self, block: StoredBlock) -> bool:
         """Whether a block has all that this pool keeps of a token."""
@@ -116,4 +132,6 @@ class StoreTier:
     def _tensors(self) -> dict[str, Tensor]:
         """The pool's tensors [streams, slots, d]."""
         named = dict(zip(("keys", "values"), self.cache.pools, strict=False))
-        return named | {f"residual.{layer}": states[None] for layer, states in self.cache.residuals.items()}
+        return named | {
+            f"residual.{layer}": states[None] for layer, states in self.cache.residuals.items()
+        }

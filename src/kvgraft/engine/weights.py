@@ -18,21 +18,23 @@ from kvgraft.engine.config import LatentAttention, ModelConfig
 from kvgraft.engine.experts import Experts
 
 _Parts = dict[str, tuple[int, ...]]  # stored tensors, by name and shape, that are stacked
-_Linears = dict[str, tuple[bool, dict[str, int], int]]  # field -> biased, stored layers with their rows, columns
+# field -> biased, stored layers with their rows, columns
+_Linears = dict[str, tuple[bool, dict[str, int], int]]
 _Norms = dict[str, tuple[str, int]]  # field -> stored norm, size
 _PROGRESS_FROM_BYTES = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer: D hidden, F inner, Hq query and Hkv key-value heads of size d. Absent biases and norms are None.
+    """One layer: D hidden, F inner, Hq query and Hkv key-value heads of size d. Absent biases and
+    norms are None.
 
-    With a router: E experts, F inner of one, their matrices one below the other.
-    With latent attention: r and q the ranks of the latents, t rope_dim, n = nope_dim + t, v value_dim.
-    """
+    With a router: E experts, F inner of one, their matrices one below the other. With latent
+    attention: r and q the ranks of the latents, t rope_dim, n = nope_dim + t, v value_dim."""
 
     input_norm: Tensor  # [D]
-    qkv: Tensor  # [(Hq + 2 Hkv) d, D]; latent: [q + r + t, D], without a latent of the queries [Hq n + r + t, D]
+    # [(Hq + 2 Hkv) d, D]; latent: [q + r + t, D], without a latent of the queries [Hq n + r + t, D]
+    qkv: Tensor
     out: Tensor  # [D, Hq d]; latent: [D, Hq v]
     post_norm: Tensor  # [D]
     gate_up: Tensor  # [2 F, D]; of experts [E 2 F, D]
@@ -59,15 +61,20 @@ class Weights:
 
 
 def load_weights(
-    model_dir: str | Path, config: ModelConfig, dtype: torch.dtype, device: str | torch.device = "cpu"
+    model_dir: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
 ) -> Weights:
     """Read a single or sharded safetensors checkpoint, converted to `dtype` on `device`.
 
-    A stored output head is used as stored, even where the configuration calls it tied (as transformers does).
+    A stored output head is used as stored, even where the configuration calls it tied (as
+    transformers does).
 
     Raises:
         FileNotFoundError: the checkpoint or a shard is missing.
-        ValueError: a file is damaged, or a tensor is missing, unexpected or of another shape than configured.
+        ValueError: a file is damaged, or a tensor is missing, unexpected or of another shape than
+            configured.
     """
     files = weight_files(Path(model_dir))
     targets: dict[str, Tensor] = {}  # stored name -> where it goes
@@ -84,7 +91,9 @@ def load_weights(
     norm = fused({"model.norm.weight": table[1:]})
     stored = {name for path in files for name in _names(path)}
     layers = tuple(
-        LayerWeights(**{field: fused(parts) for field, parts in _layer_parts(config, i, stored).items()})
+        LayerWeights(
+            **{field: fused(parts) for field, parts in _layer_parts(config, i, stored).items()}
+        )
         for i in range(config.num_layers)
     )
     tied = config.tie_word_embeddings and "lm_head.weight" not in stored
@@ -96,18 +105,31 @@ def load_weights(
 def _layer_parts(config: ModelConfig, layer: int, stored: Set[str]) -> dict[str, _Parts]:
     """Field of LayerWeights -> what is stacked into it, of the tensors `stored`."""
     hidden, inner, prefix = config.hidden_size, config.intermediate_size, f"model.layers.{layer}."
-    linears, norms = _grouped_parts(config) if config.latent is None else _latent_parts(config, config.latent)
-    norms |= {"input_norm": ("input_layernorm", hidden), "post_norm": ("post_attention_layernorm", hidden)}
-    parts: dict[str, _Parts] = {field: {f"{prefix}{name}.weight": (size,)} for field, (name, size) in norms.items()}
+    linears, norms = (
+        _grouped_parts(config) if config.latent is None else _latent_parts(config, config.latent)
+    )
+    norms |= {
+        "input_norm": ("input_layernorm", hidden),
+        "post_norm": ("post_attention_layernorm", hidden),
+    }
+    parts: dict[str, _Parts] = {
+        field: {f"{prefix}{name}.weight": (size,)} for field, (name, size) in norms.items()
+    }
     if config.experts is not None and layer in config.experts.layers:
         parts |= _expert_parts(config.experts, hidden, f"{prefix}mlp.", stored)
     else:
-        linears["gate_up"] = (config.mlp_bias, {"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden)
+        linears["gate_up"] = (
+            config.mlp_bias,
+            {"mlp.gate_proj": inner, "mlp.up_proj": inner},
+            hidden,
+        )
         linears["down"] = (config.mlp_bias, {"mlp.down_proj": hidden}, inner)
     for field, (bias, rows, columns) in linears.items():
         parts[field] = {f"{prefix}{name}.weight": (size, columns) for name, size in rows.items()}
         if bias:
-            parts[f"{field}_bias"] = {f"{prefix}{name}.bias": (size,) for name, size in rows.items()}
+            parts[f"{field}_bias"] = {
+                f"{prefix}{name}.bias": (size,) for name, size in rows.items()
+            }
     return parts
 
 
@@ -126,11 +148,19 @@ def _grouped_parts(config: ModelConfig) -> tuple[_Linears, _Norms]:
 
 def _latent_parts(config: ModelConfig, latent: LatentAttention) -> tuple[_Linears, _Norms]:
     """Those of latent attention."""
-    hidden, heads, shared = config.hidden_size, config.num_heads, {"self_attn.kv_a_proj_with_mqa": config.head_dim}
+    hidden, heads, shared = (
+        config.hidden_size,
+        config.num_heads,
+        {"self_attn.kv_a_proj_with_mqa": config.head_dim},
+    )
     queries = heads * latent.query_dim
     linears = {
         "qkv": (False, {"self_attn.q_proj": queries, **shared}, hidden),
-        "kv_up": (False, {"self_attn.kv_b_proj": heads * (latent.nope_dim + latent.value_dim)}, latent.rank),
+        "kv_up": (
+            False,
+            {"self_attn.kv_b_proj": heads * (latent.nope_dim + latent.value_dim)},
+            latent.rank,
+        ),
         "out": (False, {"self_attn.o_proj": hidden}, heads * latent.value_dim),
     }
     norms = {"k_norm": ("self_attn.kv_a_layernorm", latent.rank)}
@@ -141,15 +171,23 @@ def _latent_parts(config: ModelConfig, latent: LatentAttention) -> tuple[_Linear
     return linears, norms
 
 
-def _expert_parts(experts: Experts, hidden: int, prefix: str, stored: Set[str]) -> dict[str, _Parts]:
-    """Those of a layer of experts, which are stored one by one, or as transformers 5 holds them in memory."""
+def _expert_parts(
+    experts: Experts, hidden: int, prefix: str, stored: Set[str]
+) -> dict[str, _Parts]:
+    """Those of a layer of experts, which are stored one by one, or as transformers 5 holds them in
+    memory."""
     count, inner = experts.count, experts.inner_size
     gate_up, down = f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj"
     parts: dict[str, _Parts] = {"router": {f"{prefix}gate.weight": (count, hidden)}}
     if gate_up in stored:
-        return parts | {"gate_up": {gate_up: (count, 2 * inner, hidden)}, "down": {down: (count, hidden, inner)}}
+        return parts | {
+            "gate_up": {gate_up: (count, 2 * inner, hidden)},
+            "down": {down: (count, hidden, inner)},
+        }
     names = [f"{prefix}experts.{i}" for i in range(count)]
-    parts["gate_up"] = {f"{name}.{half}_proj.weight": (inner, hidden) for name in names for half in ("gate", "up")}
+    parts["gate_up"] = {
+        f"{name}.{half}_proj.weight": (inner, hidden) for name in names for half in ("gate", "up")
+    }
     parts["down"] = {f"{name}.down_proj.weight": (hidden, inner) for name in names}
     return parts
 
@@ -167,7 +205,8 @@ def _names(path: Path) -> list[str]:
 
 
 def _stored(files: tuple[Path, ...]) -> Iterator[tuple[str, Tensor]]:
-    """Every stored tensor but the rotary buffers of old checkpoints, with a progress bar over a large checkpoint."""
+    """Every stored tensor but the rotary buffers of old checkpoints, with a progress bar over a
+    large checkpoint."""
     total = sum(path.stat().st_size for path in files)
     visible = total > _PROGRESS_FROM_BYTES and sys.stderr.isatty()
     with Progress(console=Console(stderr=True), disable=not visible, transient=True) as progress:
@@ -186,9 +225,16 @@ def _fill(targets: dict[str, Tensor], files: tuple[Path, ...]) -> None:
     for name, tensor in _stored(files):
         target = targets.pop(name, None)
         if target is None:
-            raise ValueError(f"unexpected tensor {name!r} {list(tensor.shape)}: the architecture has none of that name")
+            raise ValueError(
+                f"unexpected tensor {name!r} {list(tensor.shape)}: the architecture has none of "
+                "that name"
+            )
         if target.shape != tensor.shape:
-            raise ValueError(f"tensor {name!r} has shape {list(tensor.shape)}, expected {list(target.shape)}")
+            raise ValueError(
+                f"tensor {name!r} has shape {list(tensor.shape)}, expected {list(target.shape)}"
+            )
         target.copy_(tensor)
     if targets:
-        raise ValueError(f"the checkpoint lacks {len(targets)} tensors, the first is {next(iter(targets))!r}")
+        raise ValueError(
+            f"the checkpoint lacks {len(targets)} tensors, the first is {next(iter(targets))!r}"
+        )

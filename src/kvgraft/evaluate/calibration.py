@@ -1,4 +1,5 @@
-"""Which policy suits a model and the user's own texts: chosen on some prompts, measured again on others."""
+"""Which policy suits a model and the user's own texts: chosen on some prompts, measured again on
+others."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -53,11 +54,11 @@ class CalibrationSettings:
         texts: by name.
         described: what they are, in a few words.
         policies: candidates, without `full`.
-        items: prompts of each of the two evaluations; a multiple of 12 has each pattern of reuse and kind of question
-            equally often.
+        items: prompts of each of the two evaluations; a multiple of 12 has each pattern of reuse
+            and kind of question equally often.
         length: tokens of a prompt, about. `segments`: of known text in it.
-        budget: share of full's floating-point operations that the chosen policy may take, what is new in the prompts
-            included.
+        budget: share of full's floating-point operations that the chosen policy may take, what is
+            new in the prompts included.
     """
 
     texts: Mapping[str, str]
@@ -77,12 +78,13 @@ class CalibrationSettings:
             raise ValueError("policies must be others than full, with which they are compared")
 
     def evaluation(self, policies: Sequence[str], *, checks: bool) -> EvalSettings:
-        """Prompts that choose, or others that check; both have every pattern of reuse. Only those that check have order
-        noise, which takes as long as all the rest."""
+        """Prompts that choose, or others that check; both have every pattern of reuse. Only those
+        that check have order noise, which takes as long as all the rest."""
         suite = make_own(self.texts, "test" if checks else "dev")
         per_task = -(-self.items // len(suite.tasks))
         return EvalSettings(
-            (suite,), ("full", *policies), (self.length,), self.segments, items=per_task, seed=self.seed,
+            (suite,), ("full", *policies), (self.length,), self.segments, items=per_task,
+            seed=self.seed,
             order_noise=checks,
         )  # fmt: skip
 
@@ -92,7 +94,13 @@ class CalibrationSettings:
         suite = dataclasses.replace(suite, tasks=suite.tasks[: self.items])
         items = -(-2 * self.items // (QUESTIONS * len(suite.tasks)))
         return EvalSettings(
-            (suite,), ("full", *policies), (ALIKE_LENGTH,), ALIKE_SEGMENTS, ("alone",), items, self.seed
+            (suite,),
+            ("full", *policies),
+            (ALIKE_LENGTH,),
+            ALIKE_SEGMENTS,
+            ("alone",),
+            items,
+            self.seed,
         )
 
 
@@ -104,23 +112,31 @@ def calibrate(
     *,
     testbed: bool = False,
 ) -> PolicyProfile:
-    """Try all policies, choose one, and measure it on other prompts; what the directory holds is not done again.
+    """Try all policies, choose one, and measure it on other prompts; what the directory holds is
+    not done again.
 
     Args:
         testbed: whether the model is the bundled one, which reads no English.
 
     Raises:
-        ValueError: the texts are too short, no policy is within the budget, or the directory holds another calibration.
+        ValueError: the texts are too short, no policy is within the budget, or the directory holds
+            another calibration.
     """
     host, policies = NativeHost(engine), tuple(dict.fromkeys(settings.policies))
-    choosing = run(settings.evaluation(policies, checks=False), host, directory / CHOOSING, on_progress)
+    choosing = run(
+        settings.evaluation(policies, checks=False), host, directory / CHOOSING, on_progress
+    )
     full, *others = summarise(choosing, "all")
     asking = NativeHost(engine, distances=False)
-    alike = run(settings.alike_evaluation(policies, testbed=testbed), asking, directory / ALIKE, on_progress)
+    alike = run(
+        settings.alike_evaluation(policies, testbed=testbed), asking, directory / ALIKE, on_progress
+    )
     less = {one.policy: _difference(one) for one in summarise(alike, "all")}
     tried = tuple(replace(_measured(one), alike=less[one.policy]) for one in others)
     chosen = choose(tried, settings.budget)
-    checking = run(settings.evaluation((chosen.policy,), checks=True), host, directory / CHECKING, on_progress)
+    checking = run(
+        settings.evaluation((chosen.policy,), checks=True), host, directory / CHECKING, on_progress
+    )
     found = {one.policy: one for one in summarise(checking, "all")}
     return PolicyProfile(
         model=engine.config.identity,
@@ -147,15 +163,19 @@ def choose(tried: Sequence[MeasuredPolicy], budget: float) -> MeasuredPolicy:
     within = [one for one in tried if one.flops <= budget]
     if not within:
         least = min(tried, key=lambda one: one.flops)
-        raise ValueError(f"no policy is within a budget of {budget:.1%}: {least.policy} takes {least.flops:.1%}")
+        raise ValueError(
+            f"no policy is within a budget of {budget:.1%}: {least.policy} takes {least.flops:.1%}"
+        )
     if right := [one for one in within if not one.fails_alike]:
         return min(right, key=lambda one: one.kl[0])
     return max(within, key=lambda one: ((one.alike or (0.0,))[0], -one.kl[0]))
 
 
 LEGEND = (
-    "FLOPs: of full's; KL: full against policy, nats, along full's own answer; / noise: KL divided by that of full "
-    "with the segments in another order; flips: places of that answer where the best token is another; alike: "
+    "FLOPs: of full's; KL: full against policy, nats, along full's own answer; / noise: KL divided "
+    "by that of full "
+    "with the segments in another order; flips: places of that answer where the best token is "
+    "another; alike: "
     "answers that are right where documents look alike, less full's"
 )
 
@@ -172,10 +192,15 @@ def render(profile: PolicyProfile) -> RenderableType:
         value, low, high = one.kl
         table.add_row(
             f"[bold]{one.policy}[/bold]" if one.policy == profile.policy else one.policy,
-            f"{one.flops:.1%}", f"{value:.4f}", f"{low:.4f}-{high:.4f}", f"{value / unit:.2f}" if unit else "-",
+            f"{one.flops:.1%}", f"{value:.4f}", f"{low:.4f}-{high:.4f}",
+            f"{value / unit:.2f}" if unit else "-",
             f"{one.flips[0]:.1%}", *_alike(one.alike),
         )  # fmt: skip
-    return Group(table, Text(LEGEND, style="dim"), Text(f"{profile}, on as many prompts that have chosen nothing"))
+    return Group(
+        table,
+        Text(LEGEND, style="dim"),
+        Text(f"{profile}, on as many prompts that have chosen nothing"),
+    )
 
 
 def _alike(difference: Interval | None) -> tuple[str, str]:
@@ -186,17 +211,23 @@ def _alike(difference: Interval | None) -> tuple[str, str]:
 
 
 def _measured(summary: Summary) -> MeasuredPolicy:
-    return MeasuredPolicy(summary.policy, summary.flops, _interval(summary.answer_kl), _interval(summary.flips))
+    return MeasuredPolicy(
+        summary.policy, summary.flops, _interval(summary.answer_kl), _interval(summary.flips)
+    )
 
 
 def _difference(summary: Summary) -> Interval:
     """Return score less that of full; with a single text the interval is -1 to 1."""
-    low, high = (-1.0, 1.0) if isnan(summary.beyond_low) else (summary.beyond_low, summary.beyond_high)
+    low, high = (
+        (-1.0, 1.0) if isnan(summary.beyond_low) else (summary.beyond_low, summary.beyond_high)
+    )
     return round(summary.beyond_full, 6), round(low, 6), round(high, 6)
 
 
 def _interval(estimate: Estimate) -> Interval:
-    value, low, high = (round(figure, 6) for figure in (estimate.value, estimate.low, estimate.high))
+    value, low, high = (
+        round(figure, 6) for figure in (estimate.value, estimate.low, estimate.high)
+    )
     return value, low, high
 
 
@@ -206,5 +237,7 @@ def _far_mass(engine: Engine, texts: Sequence[str]) -> tuple[tuple[float, ...], 
         samples = text_samples(engine, texts, count=SAMPLES, length=SAMPLE_TOKENS)
     except ValueError:
         return ()
-    found = np.mean([measure(engine.decoder, sample, SINKS, WINDOW)[1] for sample in samples], axis=0)
+    found = np.mean(
+        [measure(engine.decoder, sample, SINKS, WINDOW)[1] for sample in samples], axis=0
+    )
     return tuple(tuple(round(float(value), 3) for value in row) for row in found)

@@ -15,8 +15,8 @@ def match_calls(answer: str, expected: Sequence[str]) -> float:
     """1 if the answer makes the expected calls and no other, in any order, else 0.
 
     Args:
-        expected: a JSON object each, `{name: {argument: [allowed values]}}`; one that may be left out
-            allows "".
+        expected: a JSON object each, `{name: {argument: [allowed values]}}`; one that may be left
+            out allows "".
     """
     made = find_calls(answer)
     for wanted in map(json.loads, expected):
@@ -28,12 +28,20 @@ def match_calls(answer: str, expected: Sequence[str]) -> float:
 
 
 def find_calls(answer: str) -> list[tuple[str, dict[str, Any]]]:
-    """The calls of an answer, or of its first line: in Python, `f(a=1)` or a list of such, or in JSON, `{"name": "f",
-    "arguments": {"a": 1}}` or a list of such. Empty if it is neither."""
+    """The calls of an answer, or of its first line: in Python, `f(a=1)` or a list of such, or in
+    JSON, `{"name": "f", "arguments": {"a": 1}}` or a list of such. Empty if it is neither."""
     text = _AROUND.sub("", answer).strip()
     for read in (_from_json, _from_python):
         for part in (text, text.partition("\n")[0]):
-            with suppress(ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError, MemoryError):
+            with suppress(
+                ValueError,
+                SyntaxError,
+                TypeError,
+                KeyError,
+                AttributeError,
+                RecursionError,
+                MemoryError,
+            ):
                 return list(read(part))
     return []
 
@@ -49,7 +57,10 @@ def _from_python(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for call in body.elts if isinstance(body, ast.List | ast.Tuple) else [body]:
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError("no call, or one with arguments that have no name")
-        yield ast.unparse(call.func), {str(given.arg): _value(given.value) for given in call.keywords}
+        yield (
+            ast.unparse(call.func),
+            {str(given.arg): _value(given.value) for given in call.keywords},
+        )
 
 
 def _value(node: ast.expr) -> Any:
@@ -66,9 +77,11 @@ def _is(call: tuple[str, dict[str, Any]], wanted: Mapping[str, Mapping[str, Any]
 
 
 def _fits(given: Mapping[str, Any], allowed: Mapping[str, Any]) -> bool:
-    """Whether all that is given is allowed, and all that may not be left out is given. A single value that is allowed
-    may stand without a list."""
-    choices = {name: values if isinstance(values, list) else [values] for name, values in allowed.items()}
+    """Whether all that is given is allowed, and all that may not be left out is given. A single
+    value that is allowed may stand without a list."""
+    choices = {
+        name: values if isinstance(values, list) else [values] for name, values in allowed.items()
+    }
     return given.keys() <= choices.keys() and all(
         any(_equal(given[name], value) for value in values) if name in given else "" in values
         for name, values in choices.items()
@@ -79,7 +92,11 @@ def _equal(given: Any, allowed: Any) -> bool:
     if isinstance(allowed, dict):
         return isinstance(given, dict) and _fits(given, allowed)
     if isinstance(allowed, list):
-        return isinstance(given, list | tuple) and len(given) == len(allowed) and all(map(_equal, given, allowed))
+        return (
+            isinstance(given, list | tuple)
+            and len(given) == len(allowed)
+            and all(map(_equal, given, allowed))
+        )
     if isinstance(allowed, str):
         return isinstance(given, str) and _plain(given) == _plain(allowed)
     return isinstance(given, bool) == isinstance(allowed, bool) and bool(given == allowed)

@@ -14,14 +14,21 @@ from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Report, Request, Result
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.evaluate.progress import OnProgress
-from kvgraft.evaluate.scoring import ANSWER_TOKENS, ORDER_NOISE, native_distances, other_orders, send
+from kvgraft.evaluate.scoring import (
+    ANSWER_TOKENS,
+    ORDER_NOISE,
+    native_distances,
+    other_orders,
+    send,
+)
 from kvgraft.prefill import DEFAULT_POLICY
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.segments.prompt import Part, Segment, parse_markers
 
 
 class Case(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The input file. Reuse markers in the texts cut out segments; without them any shared text is found all the same.
+    """The input file. Reuse markers in the texts cut out segments; without them any shared text is
+    found all the same.
 
     Attributes:
         prompt: answered under every policy.
@@ -39,11 +46,13 @@ class Case(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class PolicyOutcome(msgspec.Struct, frozen=True):
-    """One policy; or order noise: full to the first other order of the segments, with the mean distances of all.
+    """One policy; or order noise: full to the first other order of the segments, with the mean
+    distances of all.
 
-    `first_kl` is KL(full || policy) of the first token in nats, `answer_kl` the mean along full's own answer, `flips`
-    and `loglik` as in `metrics.along`; `kl_per_noise` is `answer_kl` divided by that of order noise, if that was asked
-    for. `agreement` is the share of the full answer's tokens that this answer has at the same place."""
+    `first_kl` is KL(full || policy) of the first token in nats, `answer_kl` the mean along full's
+    own answer, `flips` and `loglik` as in `metrics.along`; `kl_per_noise` is `answer_kl` divided by
+    that of order noise, if that was asked for. `agreement` is the share of the full answer's tokens
+    that this answer has at the same place."""
 
     policy: str
     ttft_s: float
@@ -81,7 +90,8 @@ def load_case(path: Path) -> Case:
 def run_compare(
     engine: Engine, case: Case, on_progress: OnProgress | None = None, *, order_noise: bool = False
 ) -> list[PolicyOutcome]:
-    """Read, then answer under every policy in turn, `repeats` times; nothing that is answered is reused.
+    """Read, then answer under every policy in turn, `repeats` times; nothing that is answered is
+    reused.
 
     Args:
         order_noise: also answer the prompt in full with its segments in other orders.
@@ -92,7 +102,11 @@ def run_compare(
     names = ["full", *(name for name in case.policies if name != "full")]
     parts = parse_markers(case.prompt)
     asked = {name: _request(parts, name, case.max_tokens) for name in names}
-    others = [_request(order, "full", case.max_tokens) for order in _orders(parts)] if order_noise else []
+    others = (
+        [_request(order, "full", case.max_tokens) for order in _orders(parts)]
+        if order_noise
+        else []
+    )
     reading = SamplingParams(max_tokens=1, ignore_eos=True)
     engine.generate([Request(parse_markers(text), "full", reading) for text in case.read])
     runs = range(case.repeats + 1)  # one to warm up
@@ -105,7 +119,10 @@ def run_compare(
             if on_progress is not None:
                 on_progress(number * len(names) + place + 1, len(runs) * len(names))
     truth = last["full"]
-    outcomes = [_outcome(engine, name, asked[name], last[name], truth, times[name], times["full"]) for name in names]
+    outcomes = [
+        _outcome(engine, name, asked[name], last[name], truth, times[name], times["full"])
+        for name in names
+    ]
     if not others:
         return outcomes
     noise = _mean([_noise(engine, other, truth) for other in others])
@@ -117,13 +134,20 @@ def run_compare(
 
 
 def render(outcomes: list[PolicyOutcome]) -> RenderableType:
-    """Tables of the policies, which fit 80 columns, and under them their texts, for a rich console."""
+    """Tables of the policies, which fit 80 columns, and under them their texts, for a rich
+    console."""
     unit = ("/ noise",) if outcomes[-1].policy == ORDER_NOISE else ()
     quality = _table("TTFT ms", "faster", "KL", *unit, "flips", "same")
     quality.caption = (
-        f"KL: full against policy, nats, mean over the first {ANSWER_TOKENS} tokens of full's own answer; flips: of "
-        "these, where the best token is another; same: tokens of full's answer found at the same place"
-        + (f"; {ORDER_NOISE}: full with the segments in other orders, / noise: KL divided by that" if unit else "")
+        f"KL: full against policy, nats, mean over the first {ANSWER_TOKENS} tokens of full's own "
+        "answer; flips: of "
+        "these, where the best token is another; same: tokens of full's answer found at the same "
+        "place"
+        + (
+            f"; {ORDER_NOISE}: full with the segments in other orders, / noise: KL divided by that"
+            if unit
+            else ""
+        )
     )
     tokens = _table("prefix", "grafted", "redone", "fresh")
     tokens.caption = "tokens of the prompt; redone: grafted tokens recomputed in the last layer"
@@ -135,7 +159,12 @@ def render(outcomes: list[PolicyOutcome]) -> RenderableType:
         noise = ["-" if o.kl_per_noise is None else f"{o.kl_per_noise:.2f}"] if unit else []
         far = (f"{o.answer_kl:.4f}", *noise, f"{o.flips:.0%}", f"{o.agreement:.0%}")
         quality.add_row(Text(o.policy), f"{1e3 * o.ttft_s:.1f}", f"{o.speedup:.2f}", *far)
-        counts = (report.prefix_tokens, report.grafted_tokens, report.recomputed_tokens, report.fresh_tokens)
+        counts = (
+            report.prefix_tokens,
+            report.grafted_tokens,
+            report.recomputed_tokens,
+            report.fresh_tokens,
+        )
         tokens.add_row(Text(o.policy), *map(str, counts))
         texts.add_row(Text(o.policy), Text(o.text))
     return Group(quality, tokens, texts)
@@ -143,7 +172,9 @@ def render(outcomes: list[PolicyOutcome]) -> RenderableType:
 
 def _table(*numbers: str) -> Table:
     """An empty table with a column for the policy and these for numbers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption_justify="left"
+    )
     table.add_column("policy", overflow="fold")
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
@@ -151,25 +182,37 @@ def _table(*numbers: str) -> Table:
 
 
 def _request(parts: Sequence[Part], policy: str, max_tokens: int) -> Request:
-    return Request(parts, policy, SamplingParams(max_tokens=max_tokens), remember=False, return_logits=True)
+    return Request(
+        parts, policy, SamplingParams(max_tokens=max_tokens), remember=False, return_logits=True
+    )
 
 
 def _orders(parts: Sequence[Part]) -> list[tuple[Part, ...]]:
     """The parts with their segments in other orders; ValueError if there is none."""
     segments = [place for place, part in enumerate(parts) if isinstance(part, Segment)]
     if not (orders := other_orders(parts, segments, "compare")):
-        raise ValueError("order noise needs a prompt with two different segments between reuse markers")
+        raise ValueError(
+            "order noise needs a prompt with two different segments between reuse markers"
+        )
     return orders
 
 
 def _noise(engine: Engine, request: Request, truth: Result) -> PolicyOutcome:
     """Full with the segments in another order."""
     ours = send(engine, request)
-    return _outcome(engine, ORDER_NOISE, request, ours, truth, [ours.report.ttft_s], [truth.report.ttft_s])
+    return _outcome(
+        engine, ORDER_NOISE, request, ours, truth, [ours.report.ttft_s], [truth.report.ttft_s]
+    )
 
 
 def _outcome(
-    engine: Engine, name: str, request: Request, ours: Result, truth: Result, times: list[float], fulls: list[float]
+    engine: Engine,
+    name: str,
+    request: Request,
+    ours: Result,
+    truth: Result,
+    times: list[float],
+    fulls: list[float],
 ) -> PolicyOutcome:
     equal = [a == b for a, b in zip(ours.token_ids, truth.token_ids, strict=False)]
     length = max(len(ours.token_ids), len(truth.token_ids))

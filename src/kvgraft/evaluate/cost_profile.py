@@ -1,4 +1,5 @@
-"""How long this machine takes for what the cost model weighs: measured, and what that means for prompts."""
+"""How long this machine takes for what the cost model weighs: measured, and what that means for
+prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ PROMPTS = (1024, 4096, 16384)  # tokens
 
 @dataclass(frozen=True)
 class PromptSeconds:
-    """Of a prompt of so many tokens: computed in full; or all of it but the last token grafted, which is copying it and
-    computing a share of it again."""
+    """Of a prompt of so many tokens: computed in full; or all of it but the last token grafted,
+    which is copying it and computing a share of it again."""
 
     tokens: int
     full_s: float
@@ -53,7 +54,9 @@ def profile(engine: Engine, recomputed_share: float) -> CostProfile:
     return CostProfile(costs, measured, recomputed_share, estimate(costs, recomputed_share))
 
 
-def estimate(costs: Costs, recomputed_share: float, lengths: Sequence[int] = PROMPTS) -> tuple[PromptSeconds, ...]:
+def estimate(
+    costs: Costs, recomputed_share: float, lengths: Sequence[int] = PROMPTS
+) -> tuple[PromptSeconds, ...]:
     """What prompts of these lengths take."""
     found = []
     for length in lengths:
@@ -66,17 +69,26 @@ def estimate(costs: Costs, recomputed_share: float, lengths: Sequence[int] = PRO
 
 def render(found: CostProfile) -> RenderableType:
     """A line for each prompt, and what that follows from, for a rich console."""
-    title = f"seconds to the first token; of what is grafted {found.recomputed_share:.0%} is computed again"
+    title = (
+        f"seconds to the first token; of what is grafted {found.recomputed_share:.0%} is computed "
+        "again"
+    )
     table = Table(title=title, title_justify="left")
     for name in ("prompt tokens", "computed", "grafted", "of it copied", "times faster"):
         table.add_column(name, justify="right")
     for one in found.prompts:
         seconds = (f"{value:.4g}" for value in (one.full_s, one.grafted_s, one.copied_s))
-        table.add_row(f"{one.tokens:,}", *seconds, f"{one.full_s / one.grafted_s:.1f}" if one.grafted_s else "")
+        table.add_row(
+            f"{one.tokens:,}",
+            *seconds,
+            f"{one.full_s / one.grafted_s:.1f}" if one.grafted_s else "",
+        )
     costs = found.costs
     figures = (
-        f"a pass {_duration(costs.pass_s)}; in it a token {_duration(costs.token_s)}, a token that sees 1,000 others "
-        f"{_duration(1000 * costs.pair_s)} more; a token copied {_duration(costs.copy_s)}. Measured on one layer, with "
+        f"a pass {_duration(costs.pass_s)}; in it a token {_duration(costs.token_s)}, a token that "
+        "sees 1,000 others "
+        f"{_duration(1000 * costs.pair_s)} more; a token copied {_duration(costs.copy_s)}. "
+        "Measured on one layer, with "
         f"prompts of up to {found.measured_tokens:,} tokens"
     )
     return Group(table, Text(figures))

@@ -1,5 +1,5 @@
-"""How long decode steps take, on a context of random keys and values: what flows choose there has no meaning, what it
-costs has."""
+"""How long decode steps take, on a context of random keys and values: what flows choose there has
+no meaning, what it costs has."""
 
 import copy
 import statistics
@@ -21,7 +21,8 @@ Step = Callable[[], object]
 
 
 class Steps:
-    """Sequences of some length in the pool of an engine that has nothing else to do; takes its pages for good.
+    """Sequences of some length in the pool of an engine that has nothing else to do; takes its
+    pages for good.
 
     Args:
         context: tokens of a sequence, the one that a step computes among them.
@@ -36,9 +37,14 @@ class Steps:
         engine.clear_cache()
         for pool in engine.memory.cache.pools:
             pool.normal_()
-        tokens = np.random.default_rng(0).integers(0, engine.config.vocab_size, context - 1).tolist()
+        tokens = (
+            np.random.default_rng(0).integers(0, engine.config.vocab_size, context - 1).tolist()
+        )
         self._sequences = engine.occupy(
-            [Request(tokens, "full", SamplingParams(2), namespace=str(number)) for number in range(batch)]
+            [
+                Request(tokens, "full", SamplingParams(2), namespace=str(number))
+                for number in range(batch)
+            ]
         )
         for sequence in self._sequences:
             sequence.tokens.append(tokens[0])
@@ -58,7 +64,8 @@ class Steps:
 
 
 def in_turn(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each in every round, after three that do not count: by then a step that can be is a CUDA graph."""
+    """Seconds of each in every round, after three that do not count: by then a step that can be is
+    a CUDA graph."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(-3, rounds):
         for name, step in steps.items():
@@ -78,13 +85,18 @@ def wait() -> None:
 
 
 @torch.inference_mode()
-def speedups(engine: Engine, flows: Sequence[str], context: int, rounds: int = 15) -> dict[str, tuple[float, float]]:
-    """Of each flow: tokens a second of one sequence of this length, and how many times faster than dense that is."""
+def speedups(
+    engine: Engine, flows: Sequence[str], context: int, rounds: int = 15
+) -> dict[str, tuple[float, float]]:
+    """Of each flow: tokens a second of one sequence of this length, and how many times faster than
+    dense that is."""
     steps = Steps(engine, context, 1)
     found: dict[str, tuple[float, float]] = {}
     for flow in flows:  # two at a time: caches of many flows would not fit the pool's memory
         times = in_turn({DENSE: steps.under(DENSE), flow: steps.under(flow)}, rounds)
-        ratio = statistics.median(dense / own for dense, own in zip(times[DENSE], times[flow], strict=True))
+        ratio = statistics.median(
+            dense / own for dense, own in zip(times[DENSE], times[flow], strict=True)
+        )
         found[flow] = 1.0 / statistics.median(times[flow]), ratio
     engine.scheduler.abort(list(engine.scheduler.running))
     return found

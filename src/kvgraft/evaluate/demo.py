@@ -1,4 +1,5 @@
-"""The demonstration: three applications, each under several policies, on the bundled model or one of the user's own."""
+"""The demonstration: three applications, each under several policies, on the bundled model or one
+of the user's own."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,7 +70,8 @@ class ScenarioTable:
 
 @dataclass(frozen=True)
 class DemoReport:
-    """All tables, the rows over all scenarios together, and one sentence that says what they show."""
+    """All tables, the rows over all scenarios together, and one sentence that says what they
+    show."""
 
     setup: str
     tables: tuple[ScenarioTable, ...]
@@ -87,19 +89,21 @@ def run_demo(
 ) -> DemoReport:
     """Run every scenario under every policy.
 
-    Each item begins with an empty cache and a full reading of the prompts of phase 1. The prompts of phase 2 leave
-    nothing behind, so that all policies reuse the same pages; on each prompt they take turns.
+    Each item begins with an empty cache and a full reading of the prompts of phase 1. The prompts
+    of phase 2 leave nothing behind, so that all policies reuse the same pages; on each prompt they
+    take turns.
 
     Args:
         engine: on the bundled model, or on another one, whose answers may be wrong.
         seed: of the scenarios.
         items: of each scenario.
-        policies: names with or without options; the first is `full`, with which the others are compared.
+        policies: names with or without options; the first is `full`, with which the others are
+            compared.
         on_progress: called after each prompt of phase 2 with the number of them done, and of all.
 
     Raises:
-        ValueError: `items` is below 1, `policies` does not begin with `full`, or the engine cannot serve a policy or
-            a prompt (too long for the model, say); the message says why.
+        ValueError: `items` is below 1, `policies` does not begin with `full`, or the engine cannot
+            serve a policy or a prompt (too long for the model, say); the message says why.
     """
     if not policies or policies[0] != "full":
         raise ValueError(f"policies must begin with full, got {policies}")
@@ -110,7 +114,9 @@ def run_demo(
     outcomes: list[_Outcome] = []
     for scenario in scenarios:
         start = len(outcomes)
-        for outcome in chain.from_iterable(_outcomes(engine, item, policies) for item in scenario.items):
+        for outcome in chain.from_iterable(
+            _outcomes(engine, item, policies) for item in scenario.items
+        ):
             outcomes.append(outcome)
             if on_progress is not None:
                 on_progress(len(outcomes), total)
@@ -135,7 +141,9 @@ def _outcomes(engine: Engine, item: ScenarioItem, policies: Sequence[str]) -> It
     for number, prompt in enumerate(item.phase_2):
         first = number % len(policies)
         turns = (*policies[first:], *policies[:first])
-        results = {policy: _send(engine, prompt.segments, policy, remember=False) for policy in turns}
+        results = {
+            policy: _send(engine, prompt.segments, policy, remember=False) for policy in turns
+        }
         yield _Outcome(prompt.question.answer, {policy: results[policy] for policy in policies})
 
 
@@ -165,7 +173,9 @@ def _row(policy: str, outcomes: Sequence[_Outcome]) -> PolicyRow:
         recomputed=sum(report.recomputed_tokens for report in reports) / max(1, grafted),
         work=mean(report.computed_share for report in reports),
         right=sum(word == outcome.answer for word, outcome in zip(words, outcomes, strict=True)),
-        same_as_full=sum(word == _first_word(full.text) for word, (_, full) in zip(words, pairs, strict=True)),
+        same_as_full=sum(
+            word == _first_word(full.text) for word, (_, full) in zip(words, pairs, strict=True)
+        ),
         fallbacks=sum(report.fallback is not None for report in reports),
     )
 
@@ -178,20 +188,24 @@ def _first_word(text: str) -> str:
 def _summary(overall: Sequence[PolicyRow]) -> str:
     full, *others = overall
     reuse = "; ".join(
-        f"{row.policy} reused {row.reused:.0%} of their tokens, computed {row.recomputed:.0%} of those again, gave the "
+        f"{row.policy} reused {row.reused:.0%} of their tokens, computed {row.recomputed:.0%} of "
+        "those again, gave the "
         f"first token {row.speedup:.1f} times as fast, and answered {row.right} right"
         for row in others
     )
     return (
-        f"You saw {full.num_prompts} prompts made of text that the model had read at other positions: full "
+        f"You saw {full.num_prompts} prompts made of text that the model had read at other "
+        "positions: full "
         f"recomputation answered {full.right} right; {reuse}."
     )
 
 
 def render(report: DemoReport) -> RenderableType:
-    """The tables, under each the gap to full recomputation, and the closing sentence, for a rich console."""
+    """The tables, under each the gap to full recomputation, and the closing sentence, for a rich
+    console."""
     legend = (
-        "reused: share of the prompt grafted; redone: share of that computed again in the last layer; "
+        "reused: share of the prompt grafted; redone: share of that computed again in the last "
+        "layer; "
         "work: tokens x layers computed; same: first word as under full."
     )
     notes = (Text(f"{report.setup}. {legend}", style="dim"), Text(report.summary))
@@ -199,7 +213,11 @@ def render(report: DemoReport) -> RenderableType:
 
 
 def _table(scenario: ScenarioTable) -> Table:
-    table = Table(title=f"{scenario.name}: {scenario.description}", title_justify="left", caption_justify="left")
+    table = Table(
+        title=f"{scenario.name}: {scenario.description}",
+        title_justify="left",
+        caption_justify="left",
+    )
     table.add_column("policy", overflow="fold")
     for name in ("TTFT ms", "speed-up", "reused", "redone", "work", "right", "same"):
         table.add_column(name, justify="right")

@@ -1,4 +1,5 @@
-"""A flow as the planner sees it: caches, operators with their shapes, what is computed together, bytes moved."""
+"""A flow as the planner sees it: caches, operators with their shapes, what is computed together,
+bytes moved."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from kvgraft.decode.vtensor import NumBlocks
 
 @dataclass(frozen=True)
 class OperatorLine:
-    """One operator of a flow. `group` is the number of the kernel that computes it, None in forward_cache."""
+    """One operator of a flow. `group` is the number of the kernel that computes it, None in
+    forward_cache."""
 
     stage: str
     name: str
@@ -42,8 +44,10 @@ class Explanation:
         cache_share: bytes of the caches, of those of keys and values.
         selects: blocks that a step attends to at most.
         context: tokens of the sequence that bytes are counted for; they are of one KV head.
-        fused, unfused: bytes that the indexer reads and writes as planned, and operator by operator.
-        attended, dense: bytes of the keys and values that the step reads, and that dense attention would.
+        fused, unfused: bytes that the indexer reads and writes as planned, and operator by
+            operator.
+        attended, dense: bytes of the keys and values that the step reads, and that dense attention
+            would.
         sources: of the kernels that are generated for CUDA, in Triton.
     """
 
@@ -62,7 +66,8 @@ class Explanation:
 
 
 def explain(program: Program, kept: int, context: int, itemsize: int = 4) -> Explanation:
-    """For a sequence of `context` tokens, of each of which the pool keeps so many numbers for a KV head."""
+    """For a sequence of `context` tokens, of each of which the pool keeps so many numbers for a KV
+    head."""
     blocks, per_block = context // program.block_size, program.block_size * kept
     groups = plan(program)
     return Explanation(
@@ -83,7 +88,9 @@ def explain(program: Program, kept: int, context: int, itemsize: int = 4) -> Exp
 
 def _sources(program: Program, groups: Sequence[Fused]) -> dict[str, str]:
     found = {
-        f"{n} {group.template.value}": group for n, group in enumerate(groups) if group.template != Template.SPECIAL
+        f"{n} {group.template.value}": group
+        for n, group in enumerate(groups)
+        if group.template != Template.SPECIAL
     }
     sources = {name: source_of(group) for name, group in found.items()}
     sources["forward_cache"] = cache_source(program)
@@ -114,7 +121,10 @@ def _lines(program: Program, groups: Sequence[Fused]) -> list[OperatorLine]:
                     stage,
                     names[value] + "".join(f" = {name}" for name in stored),
                     value.made_by.name,
-                    (*map(called, value.inputs), *(f"{name}={_option(x)}" for name, x in value.options.items())),
+                    (
+                        *map(called, value.inputs),
+                        *(f"{name}={_option(x)}" for name, x in value.options.items()),
+                    ),
                     describe(value.shape),
                     group,
                     "" if group is None else groups[group].template.value,
@@ -145,7 +155,8 @@ def render(found: Explanation) -> RenderableType:
         f"caches for a block: {caches} ({found.cache_share:.1%} of its keys and values)"
         f"{'; keeps state: requests share no pages' if found.stateful else ''}\n"
         f"one step, one KV head, {found.context} tokens: the indexer moves {_size(found.fused)} "
-        f"({_size(found.unfused)} operator by operator), attention reads {_size(found.attended)} in at most "
+        f"({_size(found.unfused)} operator by operator), attention reads {_size(found.attended)} "
+        "in at most "
         f"{found.selects} blocks; dense attention would read {_size(found.dense)}"
     )
     return Group(table, Text(text))

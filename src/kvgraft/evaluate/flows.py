@@ -1,8 +1,8 @@
-"""Flows in stages, as programs that search for them are judged: retrieval first, more for those that pass it.
+"""Flows in stages, as programs that search for them are judged: retrieval first, more for those
+that pass it.
 
-The prompt is read densely, but its question is decoded token by token under the flow, as the answer is; else most of
-what a short answer needs would have been known before the flow had a say.
-"""
+The prompt is read densely, but its question is decoded token by token under the flow, as the answer
+is; else most of what a short answer needs would have been known before the flow had a say."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,8 +55,10 @@ class FlowStage:
 
 STAGES = (
     FlowStage("retrieval", {"ruler": ("needles",), "multidoc": ("distractors",)}, 2, 0.75),
-    FlowStage("reasoning", {"ruler": ("variable",), "multihop": ("hop", "hop_reversed"), "multidoc": ("chain",)}, 2, 0.5),
-    FlowStage("all", {"ruler": ("common", "frequent"), "chat": ("coreference", "needle", "glossary"),
+    FlowStage("reasoning", {"ruler": ("variable",), "multihop": ("hop", "hop_reversed"),
+    "multidoc": ("chain",)}, 2, 0.5),
+    FlowStage("all", {"ruler": ("common", "frequent"), "chat": ("coreference", "needle",
+    "glossary"),
                   "agents": ("judge", "react"), "stress": ("poll", "chain")}, 2),
 )  # fmt: skip
 
@@ -74,12 +76,14 @@ class FlowRow(msgspec.Struct, frozen=True):
 
 
 class FlowScore(msgspec.Struct, frozen=True):
-    """What became of one flow. Scores are shares of 1; `of_dense` compares with dense attention on the same questions.
+    """What became of one flow. Scores are shares of 1; `of_dense` compares with dense attention on
+    the same questions.
 
     Attributes:
         low, high: 95 % bootstrap interval of the score, drawn by text; None of a single one.
         passed: stages that it has answered; the last may have been its end.
-        tokens_per_s, faster: of decode steps of one sequence, see `decoding.speedups`; 0 if nobody measured.
+        tokens_per_s, faster: of decode steps of one sequence, see `decoding.speedups`; 0 if nobody
+            measured.
     """
 
     flow: str
@@ -105,7 +109,8 @@ def evaluate(
     scale: int = 1,
     on_progress: OnProgress | None = None,
 ) -> list[FlowRow]:
-    """Let all flows through the stages; `dense` goes first and through all. What `out` holds is not asked again.
+    """Let all flows through the stages; `dense` goes first and through all. What `out` holds is not
+    asked again.
 
     Args:
         scale: times as many texts as the stages say.
@@ -118,7 +123,9 @@ def evaluate(
         if found is not None:
             engine.scheduler.flows.program(found)
     out.mkdir(parents=True, exist_ok=True)
-    rows = {(row.stage, row.text, row.number, row.flow): row for row in read_lines(out / ROWS, FlowRow)}
+    rows = {
+        (row.stage, row.text, row.number, row.flow): row for row in read_lines(out / ROWS, FlowRow)
+    }
     left = [DENSE, *(flow for flow in dict.fromkeys(flows) if flow != DENSE)]
     with (out / ROWS).open("ab") as file:
         for place, stage in enumerate(stages):
@@ -132,7 +139,11 @@ def evaluate(
                 if on_progress is not None:
                     on_progress(place * 1000 + 1000 * (text + 1) // len(texts), 1000 * len(stages))
             scores = _scores(row for row in rows.values() if row.stage == stage.name)
-            left = [flow for flow in left if flow == DENSE or scores[flow] >= stage.passes * scores[DENSE]]
+            left = [
+                flow
+                for flow in left
+                if flow == DENSE or scores[flow] >= stage.passes * scores[DENSE]
+            ]
     return [row for row in rows.values() if row.flow in {DENSE, *flows}]
 
 
@@ -152,11 +163,14 @@ def _answers(
             if (stage, text, number, flow) in known:
                 continue
             answer = _answer(engine, ask, flow)
-            yield FlowRow(stage, task, text, number, flow, SCORES[ask.metric](answer, ask.answers), answer)
+            yield FlowRow(
+                stage, task, text, number, flow, SCORES[ask.metric](answer, ask.answers), answer
+            )
 
 
 def _answer(engine: Engine, ask: Ask, flow: str) -> str:
-    """Pages are shared where the flow allows that, and copied where it does not: exact, as all has been read so."""
+    """Pages are shared where the flow allows that, and copied where it does not: exact, as all has
+    been read so."""
     *parts, question = as_parts(ask.segments, ())
     given = engine.encode(str(question))  # computed under the flow
     sampling = SamplingParams(max_tokens=len(given) + ask.max_tokens)
@@ -173,7 +187,9 @@ def _scores(rows: Iterable[FlowRow]) -> dict[str, float]:
     return {flow: mean(scores) for flow, scores in by_flow.items()}
 
 
-def summarise(rows: Sequence[FlowRow], speed: Mapping[str, tuple[float, float]] | None = None) -> list[FlowScore]:
+def summarise(
+    rows: Sequence[FlowRow], speed: Mapping[str, tuple[float, float]] | None = None
+) -> list[FlowScore]:
     """One line a flow, best first: by the stages that it has answered, then by its score."""
     dense = {(row.stage, row.text, row.number): row.score for row in rows if row.flow == DENSE}
     found = []
@@ -183,13 +199,23 @@ def summarise(rows: Sequence[FlowRow], speed: Mapping[str, tuple[float, float]] 
         low, high = bootstrap([row.score for row in own], [(row.stage, row.text) for row in own])
         truth = mean(dense[row.stage, row.text, row.number] for row in own)
         by_stage, by_task = (
-            {name: mean(row.score for row in own if getattr(row, key) == name) for name in dict.fromkeys(names)}
-            for key, names in (("stage", [row.stage for row in own]), ("task", [row.task for row in own]))
+            {
+                name: mean(row.score for row in own if getattr(row, key) == name)
+                for name in dict.fromkeys(names)
+            }
+            for key, names in (
+                ("stage", [row.stage for row in own]),
+                ("task", [row.task for row in own]),
+            )
         )
         rates = (speed or {}).get(flow, (0.0, 0.0))
         of_dense = score / max(truth, 1e-9)
         least, most = (None, None) if isnan(low) else (low, high)
-        found.append(FlowScore(flow, score, least, most, of_dense, by_stage, by_task, tuple(by_stage), *rates))
+        found.append(
+            FlowScore(
+                flow, score, least, most, of_dense, by_stage, by_task, tuple(by_stage), *rates
+            )
+        )
     return sorted(found, key=lambda one: (-len(one.passed), -one.score, one.flow))
 
 
@@ -201,7 +227,8 @@ def frontier(found: Sequence[FlowScore]) -> list[FlowScore]:
             one
             for one in whole
             if not any(
-                other.score >= one.score and other.faster >= one.faster and other != one for other in whole
+                other.score >= one.score and other.faster >= one.faster and other != one
+                for other in whole
             )
         ),
         key=lambda one: -one.faster,
@@ -228,5 +255,8 @@ def render(found: Sequence[FlowScore]) -> RenderableType:
             "-" if one.low is None else f"{one.low:.2f}-{one.high:.2f}", *by_stage,
             f"{one.faster:.2f}x" if one.faster else "-",
         )  # fmt: skip
-    legend = "score: mean of the stages that the flow has reached; *: no other flow is both better and faster"
+    legend = (
+        "score: mean of the stages that the flow has reached; *: no other flow is both better and "
+        "faster"
+    )
     return Group(table, Text(legend))

@@ -1,9 +1,10 @@
-"""Which KV heads need a whole context: an offline profile of a model, and the head map that follows (RedKnot, 3.2).
+"""Which KV heads need a whole context: an offline profile of a model, and the head map that follows
+(RedKnot, 3.2).
 
-Every sample is one text behind two prefixes of equal length. A head that attends outside sinks and window has to keep
-everything; if what it makes of the text also shifts with the prefix, cached KV is not right for it elsewhere. Where
-heads look is not always what they are needed for, so the alternative is to try: what changes if one sees a window only.
-"""
+Every sample is one text behind two prefixes of equal length. A head that attends outside sinks and
+window has to keep everything; if what it makes of the text also shifts with the prefix, cached KV
+is not right for it elsewhere. Where heads look is not always what they are needed for, so the
+alternative is to try: what changes if one sees a window only."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,8 @@ class Profile:
 
     Attributes:
         head_map: from all samples.
-        agreement: share of heads that get the same class from the first and from the second half of the samples.
+        agreement: share of heads that get the same class from the first and from the second half of
+            the samples.
         kept_agreement: of the heads that either half keeps, the share that both keep.
     """
 
@@ -74,12 +76,16 @@ def generated_samples(engine: Engine, *, seed: int, count: int, length: int) -> 
     items = [suite.items(seed, per_task, shape) for suite in suites]
     asks = [item.phase_2[0] for item in _in_turn(items) if item.phase_2][: count + 2]
     if len(asks) < count + 2:
-        raise ValueError(f"length must be greater than {length}: some texts are too short for a question")
+        raise ValueError(
+            f"length must be greater than {length}: some texts are too short for a question"
+        )
     texts = [_encode(engine, "\n".join(ask.segments)) for ask in asks]
     return _pair(texts, int(length * PREFIX))
 
 
-def text_samples(engine: Engine, texts: Sequence[str], *, count: int, length: int) -> list[TextSample]:
+def text_samples(
+    engine: Engine, texts: Sequence[str], *, count: int, length: int
+) -> list[TextSample]:
     """Stretches of the user's own texts.
 
     Raises:
@@ -87,10 +93,13 @@ def text_samples(engine: Engine, texts: Sequence[str], *, count: int, length: in
     """
     tokens = [token for text in texts for token in _encode(engine, text)]
     size = int(length * (1 - PREFIX))
-    stretches = [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)][: count + 2]
+    stretches = [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)][
+        : count + 2
+    ]
     if count < 2 or len(stretches) < 4:
         raise ValueError(
-            f"{len(tokens)} tokens of text for {count} samples of {length} tokens: at least 2 samples are needed, and "
+            f"{len(tokens)} tokens of text for {count} samples of {length} tokens: at least 2 "
+            "samples are needed, and "
             "text for two more"
         )
     return _pair(stretches, int(length * PREFIX))
@@ -110,8 +119,8 @@ def profile(
     """Measure all samples and classify the heads.
 
     Args:
-        share: of the heads, kept whole (rounded, at least one): those with the greatest effect, or with most attention
-            outside sinks and window.
+        share: of the heads, kept whole (rounded, at least one): those with the greatest effect, or
+            with most attention outside sinks and window.
         threshold: instead, keep the heads with at least this much of it.
 
     Raises:
@@ -125,12 +134,16 @@ def profile(
         if value is not None and not 0 < value <= 1:
             raise ValueError(f"{name} must be in (0, 1], got {value}")
     if sinks < 0 or window < 1:
-        raise ValueError(f"sinks must be at least 0 and window at least 1, got {sinks} and {window}")
+        raise ValueError(
+            f"sinks must be at least 0 and window at least 1, got {sinks} and {window}"
+        )
     measured = []
     for done, sample in enumerate(samples, 1):
         found = measure(engine.decoder, sample, sinks, window)
         if by == "effect":
-            found = np.concatenate((found, measure_effect(engine.decoder, sample, sinks, window)[None]))
+            found = np.concatenate(
+                (found, measure_effect(engine.decoder, sample, sinks, window)[None])
+            )
         measured.append(found)
         if on_progress is not None:
             on_progress(done, len(samples))
@@ -141,19 +154,27 @@ def profile(
     head_map = HeadMap(engine.config.identity, sinks, window, classes, *map(_rounded, means))
     head_map.check(engine.config.identity, engine.config.num_layers, engine.config.num_kv_heads)
     agreement = float((np.array(halves[0]) == np.array(halves[1])).mean())
-    return Profile(head_map, len(samples), agreement, float((kept[0] & kept[1]).sum() / (kept[0] | kept[1]).sum()))
+    return Profile(
+        head_map,
+        len(samples),
+        agreement,
+        float((kept[0] & kept[1]).sum() / (kept[0] | kept[1]).sum()),
+    )
 
 
 def classify(
     shift: np.ndarray, need: np.ndarray, share: float | None, threshold: float | None
 ) -> tuple[tuple[HeadClass, ...], ...]:
-    """Classes from the shift of every head and what says how much it needs the far text, [L, Hkv] each. Kept heads are
-    `retrieval` if their output hardly shifts with the prefix, else `global`."""
+    """Classes from the shift of every head and what says how much it needs the far text, [L, Hkv]
+    each. Kept heads are `retrieval` if their output hardly shifts with the prefix, else
+    `global`."""
     if threshold is not None:
         kept = need >= threshold
     else:
         kept = np.zeros(need.shape, bool)
-        kept.flat[np.argsort(-need, axis=None, kind="stable")[: max(1, round((share or 0) * need.size))]] = True
+        kept.flat[
+            np.argsort(-need, axis=None, kind="stable")[: max(1, round((share or 0) * need.size))]
+        ] = True
     whole = np.where(shift < ROBUST, HeadClass.RETRIEVAL, HeadClass.GLOBAL)
     found = np.where(kept, whole, HeadClass.LOCAL)
     return tuple(tuple(HeadClass(name) for name in row) for row in found.tolist())
@@ -169,8 +190,9 @@ def _classify_mean(
 
 @torch.inference_mode()
 def measure_effect(decoder: Decoder, sample: TextSample, sinks: int, window: int) -> np.ndarray:
-    """How much the token behind the text depends on each head, float64 [L, Hkv]: the KL divergence, in nats, of its
-    distribution if that head alone sees sinks and window only; mean of both prefixes."""
+    """How much the token behind the text depends on each head, float64 [L, Hkv]: the KL divergence,
+    in nats, of its distribution if that head alone sees sinks and window only; mean of both
+    prefixes."""
     config = decoder.config
     total = np.zeros((config.num_layers, config.num_kv_heads))
     for prefix in sample.prefixes:
@@ -198,14 +220,20 @@ class _Layers:
         self.visible = in_window(here, here[:, None], sinks, window)
 
     def run(self, index: int, hidden: Tensor, windowed: int | None = None) -> Tensor:
-        """States [n, D] that enter a layer -> those that leave it; of one KV head, maybe, through a window."""
+        """States [n, D] that enter a layer -> those that leave it; of one KV head, maybe, through a
+        window."""
         query, keys, values = self.decoder.project(index, hidden, self.cos, self.sin)
         scale = self.decoder.config.attention_scale
         attended = causal_attention(query, keys, values, scale)
         if windowed is not None:
             size = query.shape[1] // keys.shape[1]
-            own, group = slice(windowed, windowed + 1), slice(windowed * size, (windowed + 1) * size)
-            attended[:, group] = causal_attention(query[:, group], keys[:, own], values[:, own], scale, self.visible)
+            own, group = (
+                slice(windowed, windowed + 1),
+                slice(windowed * size, (windowed + 1) * size),
+            )
+            attended[:, group] = causal_attention(
+                query[:, group], keys[:, own], values[:, own], scale, self.visible
+            )
         return self.decoder.after_attention(index, hidden, attended.flatten(1))
 
 
@@ -213,10 +241,13 @@ class _Layers:
 def measure(decoder: Decoder, sample: TextSample, sinks: int, window: int) -> np.ndarray:
     """Shift and far mass of one sample, float64 [2, L, Hkv].
 
-    The shift is |a - b| / sqrt(|a| |b|) of the attention outputs a and b of the text behind either prefix; the far mass
-    is the mean attention of the text's tokens outside sinks and window. Of the query heads of a KV head, the greatest.
-    """
-    runs = [_attend(decoder, [*prefix, *sample.body], len(prefix), sinks, window) for prefix in sample.prefixes]
+    The shift is |a - b| / sqrt(|a| |b|) of the attention outputs a and b of the text behind either
+    prefix; the far mass is the mean attention of the text's tokens outside sinks and window. Of the
+    query heads of a KV head, the greatest."""
+    runs = [
+        _attend(decoder, [*prefix, *sample.body], len(prefix), sinks, window)
+        for prefix in sample.prefixes
+    ]
     found = []
     for (one, far), (other, far_again) in zip(*runs, strict=True):  # [n, Hkv, G, d], [n, Hkv, G]
         sizes = one.norm(dim=(0, 3)) * other.norm(dim=(0, 3))  # [Hkv, G]
@@ -228,7 +259,8 @@ def measure(decoder: Decoder, sample: TextSample, sinks: int, window: int) -> np
 def _attend(
     decoder: Decoder, tokens: list[int], first: int, sinks: int, window: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Layer by layer, of the tokens from `first` on: attention outputs [n, Hkv, G, d] and far mass [n, Hkv, G]."""
+    """Layer by layer, of the tokens from `first` on: attention outputs [n, Hkv, G, d] and far mass
+    [n, Hkv, G]."""
     config, device = decoder.config, decoder.device
     here = torch.arange(len(tokens), device=device)
     cos, sin = config.rope.fresh_table(here)
@@ -239,7 +271,9 @@ def _attend(
         outputs, masses = [], []
         for start, stop in pairwise([*range(0, len(tokens), ROWS), len(tokens)]):
             at, past = here[start:stop, None], here[:stop]
-            logits = torch.einsum("nhgd,mhd->nhgm", grouped[start:stop].float(), keys[:stop].float())
+            logits = torch.einsum(
+                "nhgd,mhd->nhgm", grouped[start:stop].float(), keys[:stop].float()
+            )
             weights = logits.masked_fill((past > at)[:, None, None], float("-inf")).softmax(-1)
             far = ~in_window(past, at, sinks, window)
             outputs.append(torch.einsum("nhgm,mhd->nhgd", weights, values[:stop].float()))
@@ -269,8 +303,10 @@ def render(found: Profile) -> RenderableType:
     return Group(
         table,
         Text(
-            f"{head_map.num_kept} of {total} heads keep everything; maps of two halves of the {found.samples} samples "
-            f"agree in {found.agreement:.0%} of all heads and in {found.kept_agreement:.0%} of those kept"
+            f"{head_map.num_kept} of {total} heads keep everything; maps of two halves of the "
+            f"{found.samples} samples "
+            f"agree in {found.agreement:.0%} of all heads and in {found.kept_agreement:.0%} of "
+            "those kept"
         ),
     )
 

@@ -1,4 +1,5 @@
-"""Where an evaluation asks its questions: the native engine, our vLLM server, or a server that is already running."""
+"""Where an evaluation asks its questions: the native engine, our vLLM server, or a server that is
+already running."""
 
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,7 +26,8 @@ from kvgraft.prefill.policies import parse_policy
 from kvgraft.testbed import MODEL_DIR
 
 TIMEOUT_S = 600.0
-MOST_LIKELY = 20  # tokens of which a server tells the log-probability: vLLM's limit, unless it is told another
+# tokens of which a server tells the log-probability: vLLM's limit, unless it is told another
+MOST_LIKELY = 20
 # reasons of a server that are no fallbacks
 MISSES = ("no_known_text", "too_short", "too_deep", "too_little_known", "off", "policy_full")
 
@@ -37,13 +39,16 @@ class Answer:
     Attributes:
         ttft_s: seconds to the first token.
         prompt, prefix, grafted, recomputed, fresh: tokens, see `PrefillReport`.
-        computed: (token, layer) pairs computed, as a share of those of full recomputation without any cache.
+        computed: (token, layer) pairs computed, as a share of those of full recomputation without
+            any cache.
         fallback: why what is known was not used; None where it was, and where nothing is known.
-        flops: floating-point operations of prefill, `ffn_flops` of them in FFNs; 0 over HTTP, where nobody counts them.
+        flops: floating-point operations of prefill, `ffn_flops` of them in FFNs; 0 over HTTP, where
+            nobody counts them.
         kv_bytes: most memory that the prompt's keys and values took at a time; 0 over HTTP.
         distances: from `full` along full's own answer, see `along`; over HTTP `along_logprobs`.
         counts: what was counted, such as `promoted_heads` or `kept_tokens` (of documents).
-        kl_tokens: most likely tokens by which divergences are told, all others as one; 0: the whole vocabulary.
+        kl_tokens: most likely tokens by which divergences are told, all others as one; 0: the whole
+            vocabulary.
     """
 
     text: str
@@ -67,7 +72,8 @@ Orders = Sequence[Sequence[Ask]]  # each prompt of an item with its segments in 
 
 
 class Host(Protocol):
-    """Answers the prompts of one item under several policies, of which none may profit from another's work."""
+    """Answers the prompts of one item under several policies, of which none may profit from
+    another's work."""
 
     @property
     def chat(self) -> Chat | None:
@@ -80,10 +86,13 @@ class Host(Protocol):
     def describe(self) -> dict[str, Any]:
         """What a reader has to know of model and machine to repeat this."""
 
-    def answers(self, item: Item, policies: Sequence[str], orders: Orders = ()) -> Iterator[tuple[int, str, Answer]]:
-        """(number of the prompt, policy, answer) in any order; phase 1 is read before. Policies begin with `full`.
-        With `orders`, each prompt has an answer under `ORDER_NOISE` besides: that of full to the first other order,
-        with the mean distances of all, or full's own where there is no other.
+    def answers(
+        self, item: Item, policies: Sequence[str], orders: Orders = ()
+    ) -> Iterator[tuple[int, str, Answer]]:
+        """(number of the prompt, policy, answer) in any order; phase 1 is read before. Policies
+        begin with `full`. With `orders`, each prompt has an answer under `ORDER_NOISE` besides:
+        that of full to the first other order, with the mean distances of all, or full's own where
+        there is no other.
 
         Raises:
             ValueError: a prompt or a policy that this host cannot serve; the message says why.
@@ -91,11 +100,12 @@ class Host(Protocol):
 
 
 class NativeHost:
-    """The native engine: every item begins with an empty cache, and phase 2 leaves nothing behind. Policies that keep a
-    part of documents find those that phase 1 read, on their own.
+    """The native engine: every item begins with an empty cache, and phase 2 leaves nothing behind.
+    Policies that keep a part of documents find those that phase 1 read, on their own.
 
     Args:
-        distances: measure each answer along full's, too, which takes one more answer wherever the two differ.
+        distances: measure each answer along full's, too, which takes one more answer wherever the
+            two differ.
     """
 
     def __init__(self, engine: Engine, *, distances: bool = True) -> None:
@@ -110,16 +120,21 @@ class NativeHost:
         return {
             "host": "native", "model": config.identity, "architecture": config.architecture,
             "layers": config.num_layers, "dtype": str(decoder.dtype).removeprefix("torch."),
-            "device": str(decoder.device), "head map": self.engine.head_map.digest if self.engine.head_map else None,
+            "device": str(decoder.device),
+            "head map": self.engine.head_map.digest if self.engine.head_map else None,
             "head paging": self.engine.memory.cache.layout.num_local_lists > 0,
         } | ({} if self._distances else {"distances": False})  # fmt: skip
 
-    def answers(self, item: Item, policies: Sequence[str], orders: Orders = ()) -> Iterator[tuple[int, str, Answer]]:
+    def answers(
+        self, item: Item, policies: Sequence[str], orders: Orders = ()
+    ) -> Iterator[tuple[int, str, Answer]]:
         self.engine.clear_cache()
         chat = self.chat if item.chat else None
         for segments in item.phase_1:
             reading = as_parts(segments, chat=chat)
-            send(self.engine, Request(reading, "full", SamplingParams(max_tokens=1, ignore_eos=True)))
+            send(
+                self.engine, Request(reading, "full", SamplingParams(max_tokens=1, ignore_eos=True))
+            )
         reused = {segment for segments in item.phase_1 for segment in segments}
         for number, ask in enumerate(item.phase_2):
             first = number % len(policies)
@@ -131,23 +146,33 @@ class NativeHost:
                 yield number, name, self._answer(asked[name], result, truth)
             if orders:
                 others = [
-                    _request("full", other, reused, chat) for other in orders[number][: None if self._distances else 1]
+                    _request("full", other, reused, chat)
+                    for other in orders[number][: None if self._distances else 1]
                 ]
                 noise = [self._answer(other, send(self.engine, other), truth) for other in others]
-                yield number, ORDER_NOISE, _mean(noise or [self._answer(asked["full"], truth, truth)])
+                yield (
+                    number,
+                    ORDER_NOISE,
+                    _mean(noise or [self._answer(asked["full"], truth, truth)]),
+                )
 
     def _answer(self, request: Request, result: Result, truth: Result) -> Answer:
         report = result.report
         far = native_distances(self.engine, request, result, truth) if self._distances else {}
         return Answer(
-            result.text, report.ttft_s, report.prompt_tokens, report.prefix_tokens, report.grafted_tokens,
-            report.recomputed_tokens, report.fresh_tokens, report.computed_share, report.fallback, report.flops,
+            result.text, report.ttft_s, report.prompt_tokens, report.prefix_tokens,
+            report.grafted_tokens,
+            report.recomputed_tokens, report.fresh_tokens, report.computed_share, report.fallback,
+            report.flops,
             report.kv_bytes, far, report.ffn_flops, dict(report.counts),
         )  # fmt: skip
 
 
 def _request(policy: str, ask: Ask, reused: Collection[str], chat: Chat | None) -> Request:
-    parts, sampling = as_parts(ask.segments, reused, chat, ask.begun), SamplingParams(max_tokens=ask.max_tokens)
+    parts, sampling = (
+        as_parts(ask.segments, reused, chat, ask.begun),
+        SamplingParams(max_tokens=ask.max_tokens),
+    )
     return Request(parts, policy, sampling, remember=False, return_logits=True)
 
 
@@ -157,13 +182,13 @@ Told = ScoredPlaces[Sequence[Mapping[int, float]]]
 class HttpHost:
     """An OpenAI-compatible server with KVGraft, greedy and streaming.
 
-    Each prompt is answered under each policy in a new namespace, in which phase 1 has been read (not for `full`, which
-    no exact hit is to make faster): so nothing of what other prompts have computed is reused. A policy that keeps
-    a part of documents has read them on their own, too.
+    Each prompt is answered under each policy in a new namespace, in which phase 1 has been read
+    (not for `full`, which no exact hit is to make faster): so nothing of what other prompts have
+    computed is reused. A policy that keeps a part of documents has read them on their own, too.
 
     Args:
-        model_dir: where the tokenizer of the model lies, of which chat templates are taken; None is what the server
-            calls the model.
+        model_dir: where the tokenizer of the model lies, of which chat templates are taken; None is
+            what the server calls the model.
         distances: as of `NativeHost`.
     """
 
@@ -174,7 +199,9 @@ class HttpHost:
         try:
             [model, *_] = self.client.get(f"{self.url}/v1/models").raise_for_status().json()["data"]
         except (httpx.HTTPError, ValueError, KeyError) as error:
-            raise ValueError(f"no OpenAI-compatible server answers at {self.url}: {error}") from error
+            raise ValueError(
+                f"no OpenAI-compatible server answers at {self.url}: {error}"
+            ) from error
         self.model = model["id"]
 
     @cached_property
@@ -182,19 +209,25 @@ class HttpHost:
         where = self._model_dir or Path(self.model)
         if not where.is_dir():
             raise ValueError(
-                f"{self.url} serves {self.model}, whose chat template is not on this machine: give the directory of "
+                f"{self.url} serves {self.model}, whose chat template is not on this machine: give "
+                "the directory of "
                 "its tokenizer as --model, or --no-chat"
             )
         return find_chat(load_tokenizer(where))
 
     def describe(self) -> dict[str, Any]:
-        return {"host": "http", "model": self.model} | ({} if self._distances else {"distances": False})
+        return {"host": "http", "model": self.model} | (
+            {} if self._distances else {"distances": False}
+        )
 
-    def answers(self, item: Item, policies: Sequence[str], orders: Orders = ()) -> Iterator[tuple[int, str, Answer]]:
+    def answers(
+        self, item: Item, policies: Sequence[str], orders: Orders = ()
+    ) -> Iterator[tuple[int, str, Answer]]:
         if policies[0] != "full":
             raise ValueError(f"policies must begin with full, got {', '.join(policies)}")
         for number, ask in enumerate(item.phase_2):
-            if not self._is_warm:  # what vLLM compiles for its first log-probabilities is no time to a first token
+            # what vLLM compiles for its first log-probabilities is no time to a first token
+            if not self._is_warm:
                 self._ask(item, "full", replace(ask, max_tokens=1))
                 self._is_warm = True
             full, truth = self._ask(item, "full", ask)
@@ -210,7 +243,9 @@ class HttpHost:
                 ]
                 yield number, ORDER_NOISE, _mean(noise or [full])
 
-    def _compared(self, answer: Answer, told: Told, truth: Told, item: Item, policy: str, ask: Ask) -> Answer:
+    def _compared(
+        self, answer: Answer, told: Told, truth: Told, item: Item, policy: str, ask: Ask
+    ) -> Answer:
         if not self._distances:
             return answer
 
@@ -219,7 +254,9 @@ class HttpHost:
 
         return replace(answer, distances=distances(told, truth, give, along_logprobs))
 
-    def _ask(self, item: Item, policy: str, ask: Ask, answer: Sequence[int] = ()) -> tuple[Answer, Told]:
+    def _ask(
+        self, item: Item, policy: str, ask: Ask, answer: Sequence[int] = ()
+    ) -> tuple[Answer, Told]:
         namespace, chat = uuid.uuid4().hex, self.chat if item.chat else None
         for read in item.phase_1 if policy != "full" else ():
             self._send(as_text(read, chat), {"reuse": "exact", "namespace": namespace}, 1)
@@ -238,7 +275,9 @@ class HttpHost:
         found = stream(self.client, self.url, body, MOST_LIKELY)
         if not found.report:
             raise ValueError(f"{self.url} sent no report of reuse: is it a `kvgraft serve`?")
-        return _as_answer(found.text, found.first_s, found.report), ScoredPlaces(tuple(found.tokens), found.places)
+        return _as_answer(found.text, found.first_s, found.report), ScoredPlaces(
+            tuple(found.tokens), found.places
+        )
 
 
 def _as_answer(text: str, ttft_s: float, report: Mapping[str, Any]) -> Answer:
@@ -255,15 +294,21 @@ def _as_answer(text: str, ttft_s: float, report: Mapping[str, Any]) -> Answer:
 def _mean(answers: Sequence[Answer]) -> Answer:
     """The first one, with the mean distances of all."""
     names = answers[0].distances
-    return replace(answers[0], distances={name: mean(a.distances[name] for a in answers) for name in names})
+    return replace(
+        answers[0], distances={name: mean(a.distances[name] for a in answers) for name in names}
+    )
 
 
 @contextmanager
-def open_host(where: str, model: Path, *, dtype: str | None, distances: bool = True, **engine: Any) -> Iterator[Host]:
-    """A host by what the user calls it: `native`, `vllm` (starts a server of its own), or the URL of a server.
+def open_host(
+    where: str, model: Path, *, dtype: str | None, distances: bool = True, **engine: Any
+) -> Iterator[Host]:
+    """A host by what the user calls it: `native`, `vllm` (starts a server of its own), or the URL
+    of a server.
 
     Args:
-        model: of a server that is running, where its tokenizer lies; the bundled one says nothing of it.
+        model: of a server that is running, where its tokenizer lies; the bundled one says nothing
+            of it.
         distances: as of `NativeHost`.
         engine: of the native engine only.
 
@@ -276,7 +321,8 @@ def open_host(where: str, model: Path, *, dtype: str | None, distances: bool = T
         from kvgraft.evaluate.servers import serving  # needs the packages of kvgraft[serve]
 
         flags = ("--dtype", dtype) if dtype else ()
-        with serving(str(model), "--kvgraft-costs", "tokens", *flags) as server:  # whatever takes how long here
+        # whatever takes how long here
+        with serving(str(model), "--kvgraft-costs", "tokens", *flags) as server:
             yield HttpHost(server.url, distances=distances)
     elif where.startswith(("http://", "https://")):
         yield HttpHost(where, None if model == MODEL_DIR else model, distances=distances)

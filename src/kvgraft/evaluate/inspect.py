@@ -1,4 +1,5 @@
-"""One prompt, looked into: a self-contained HTML page that shows what every policy did with every token."""
+"""One prompt, looked into: a self-contained HTML page that shows what every policy did with every
+token."""
 
 import json
 from dataclasses import dataclass
@@ -39,17 +40,23 @@ def inspect(engine: Engine, case: Case, on_progress: OnProgress | None = None) -
     """Time the policies as `kvgraft compare` does, then run each once more and watch.
 
     Raises:
-        ValueError: the engine cannot answer the prompt, or a policy keeps documents apart, which has no such picture.
+        ValueError: the engine cannot answer the prompt, or a policy keeps documents apart, which
+            has no such picture.
     """
     for name in case.policies:
         if isinstance(parse_policy(name), KeepsDocuments):
-            raise ValueError(f"policy {name!r} keeps a part of documents: only policies that graft can be inspected")
+            raise ValueError(
+                f"policy {name!r} keeps a part of documents: only policies that graft can be "
+                "inspected"
+            )
     outcomes = run_compare(engine, case, on_progress)
     prompt = parse_markers(case.prompt)
     views = []
     for outcome in outcomes:
         recorded = Recorded(parse_policy(outcome.policy), score_layers=True)
-        [result] = engine.generate([Request(prompt, recorded, SamplingParams(max_tokens=1), remember=False)])
+        [result] = engine.generate(
+            [Request(prompt, recorded, SamplingParams(max_tokens=1), remember=False)]
+        )
         if result.error:
             raise ValueError(result.error)
         views.append(_view(outcome, recorded.record))
@@ -59,7 +66,8 @@ def inspect(engine: Engine, case: Case, on_progress: OnProgress | None = None) -
 
 
 def _view(outcome: PolicyOutcome, record: PrefillRecord) -> dict[str, Any]:
-    """Kinds p, g, f and r (grafted, then recomputed in the last layer) as one string; scores by layer from 0 to 1."""
+    """Kinds p, g, f and r (grafted, then recomputed in the last layer) as one string; scores by
+    layer from 0 to 1."""
     if record.plan is None:
         raise ValueError("nothing was recorded")
     again = record.computed[-1] & record.plan.grafted
@@ -72,7 +80,9 @@ def _view(outcome: PolicyOutcome, record: PrefillRecord) -> dict[str, Any]:
     report = outcome.report
     return {
         "policy": outcome.policy,
-        "kinds": "".join("r" if redone else kind for kind, redone in zip(kinds, again.tolist(), strict=True)),
+        "kinds": "".join(
+            "r" if redone else kind for kind, redone in zip(kinds, again.tolist(), strict=True)
+        ),
         "layers": record.computed.sum(0).tolist(),
         "scores": scores,
         "stages": {name: round(1e3 * seconds, 2) for name, seconds in report.stages.items()},
@@ -88,7 +98,11 @@ def _view(outcome: PolicyOutcome, record: PrefillRecord) -> dict[str, Any]:
 
 def render_page(inspection: Inspection) -> str:
     """The page, with everything that it needs inside."""
-    data = {"tokens": inspection.tokens, "policies": inspection.policies, "num_layers": _num_layers(inspection)}
+    data = {
+        "tokens": inspection.tokens,
+        "policies": inspection.policies,
+        "num_layers": _num_layers(inspection),
+    }
     template = files("kvgraft.evaluate").joinpath("inspect.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True)
     # inside a script element only these characters could end it or start a comment

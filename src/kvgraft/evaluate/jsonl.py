@@ -13,7 +13,8 @@ Line = TypeVar("Line")
 
 
 def read_lines(path: Path, kind: type[Line]) -> list[Line]:
-    """The lines of a file of JSON, none if there is no file; a last one that a kill cut off is dropped from it, too."""
+    """The lines of a file of JSON, none if there is no file; a last one that a kill cut off is
+    dropped from it, too."""
     if not path.exists():
         return []
     text = path.read_bytes()
@@ -24,7 +25,8 @@ def read_lines(path: Path, kind: type[Line]) -> list[Line]:
 
 
 def check_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Write what the lines beside a file are of, with our version, or compare it with what is there.
+    """Write what the lines beside a file are of, with our version, or compare it with what is
+    there.
 
     Raises:
         ValueError: they differ; the message says where.
@@ -35,6 +37,13 @@ def check_config(path: Path, config: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(config, indent=2) + "\n")
         return
     found = json.loads(path.read_text())
-    if differing := [key for key in sorted(config.keys() | found.keys()) if config.get(key) != found.get(key)]:
-        changes = "; ".join(f"{key} was {found.get(key)!r}, is {config.get(key)!r}" for key in differing)
-        raise ValueError(f"{path.parent} holds an evaluation with other settings ({changes}): choose another directory")
+    if differing := [
+        key for key in sorted(config.keys() | found.keys()) if config.get(key) != found.get(key)
+    ]:
+        changes = "; ".join(
+            f"{key} was {found.get(key)!r}, is {config.get(key)!r}" for key in differing
+        )
+        raise ValueError(
+            f"{path.parent} holds an evaluation with other settings ({changes}): choose another "
+            "directory"
+        )

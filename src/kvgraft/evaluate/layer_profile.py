@@ -1,9 +1,10 @@
-"""Which layers agree on what is important in a text: an offline profile of a model (SamKV, Appendix A.2, Figure 8).
+"""Which layers agree on what is important in a text: an offline profile of a model (SamKV, Appendix
+A.2, Figure 8).
 
-The most important block of a text is the one whose attention, which its representative token receives, ranks best in
-the mean over all layers. A layer in which it stands out from all others (three standard deviations) agrees. Those that
-agree most often, of the upper half of the layers, are N*: from them SamKV learns how much of a document to keep.
-"""
+The most important block of a text is the one whose attention, which its representative token
+receives, ranks best in the mean over all layers. A layer in which it stands out from all others
+(three standard deviations) agrees. Those that agree most often, of the upper half of the layers,
+are N*: from them SamKV learns how much of a document to keep."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -28,7 +29,9 @@ SUITES = "ruler,multihop,multidoc,chat"
 FEWEST_BLOCKS = 11  # of the middle of a text, for one to stand out
 
 
-def generated_texts(engine: Engine, *, seed: int, count: int, length: int, block: int) -> dict[str, list[list[int]]]:
+def generated_texts(
+    engine: Engine, *, seed: int, count: int, length: int, block: int
+) -> dict[str, list[list[int]]]:
     """Of each suite `count` texts, without questions.
 
     Raises:
@@ -55,7 +58,9 @@ def user_texts(
     found = {}
     for name, text in texts.items():
         tokens = engine.encode(text)
-        stretches = [tokens[start : start + length] for start in range(0, len(tokens) - length + 1, length)]
+        stretches = [
+            tokens[start : start + length] for start in range(0, len(tokens) - length + 1, length)
+        ]
         if not stretches:
             raise ValueError(f"{name} has {len(tokens)} tokens: texts of {length} are wanted")
         found[name] = [_check(stretch, block) for stretch in stretches[:count]]
@@ -64,9 +69,13 @@ def user_texts(
 
 @torch.inference_mode()
 def survey(
-    engine: Engine, texts: Mapping[str, Sequence[list[int]]], block: int, on_progress: OnProgress | None = None
+    engine: Engine,
+    texts: Mapping[str, Sequence[list[int]]],
+    block: int,
+    on_progress: OnProgress | None = None,
 ) -> dict[str, np.ndarray]:
-    """Of each data set the share of texts whose most important block stands out in each layer: float64 [L]."""
+    """Of each data set the share of texts whose most important block stands out in each layer:
+    float64 [L]."""
     layers, blocks = NativeLayers(engine.decoder, engine.memory.cache), BlockCut(block)
     found, total, done = {}, sum(map(len, texts.values())), 0
     for name, stretches in texts.items():
@@ -83,13 +92,15 @@ def survey(
 
 
 def agreement(attention: torch.Tensor) -> torch.Tensor:
-    """bool [L]: whether the block that is most important over all layers stands out in each: attention [L, B]."""
+    """bool [L]: whether the block that is most important over all layers stands out in each:
+    attention [L, B]."""
     best = int(ranks(-attention).float().mean(0).argmin())
     return torch.stack([exceptionally_small(-layer)[best] for layer in attention])
 
 
 def profile(model: str, found: Mapping[str, np.ndarray], threshold: float) -> LayerProfile:
-    """N*: the layers of the upper half that reach this share of the best one's score; if none has any, the last eighth.
+    """N*: the layers of the upper half that reach this share of the best one's score; if none has
+    any, the last eighth.
 
     Raises:
         ValueError: a threshold that is no share.
@@ -105,7 +116,9 @@ def profile(model: str, found: Mapping[str, np.ndarray], threshold: float) -> La
 
 def render(found: Mapping[str, np.ndarray], profiled: LayerProfile) -> RenderableType:
     """A line for each layer, for a rich console."""
-    table = Table(title="texts whose most important block stands out in a layer", title_justify="left")
+    table = Table(
+        title="texts whose most important block stands out in a layer", title_justify="left"
+    )
     for name in ("layer", *found, "mean"):
         table.add_column(name, justify="right")
     for layer, scores in enumerate(zip(*found.values(), profiled.scores, strict=True)):
@@ -117,6 +130,7 @@ def _check(tokens: list[int], block: int) -> list[int]:
     require_at_least("block", block, 1)
     if (found := len(BlockCut(block).middle(len(tokens)))) < FEWEST_BLOCKS:
         raise ValueError(
-            f"length must give {FEWEST_BLOCKS} blocks of {block} tokens between the first and the last two, got {found}"
+            f"length must give {FEWEST_BLOCKS} blocks of {block} tokens between the first and the "
+            f"last two, got {found}"
         )
     return tokens

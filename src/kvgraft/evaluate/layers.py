@@ -1,7 +1,8 @@
-"""Which layer finds the needle: by KV deviation, and by the attention of the last query (SparseX, Figures 5 and 6).
+"""Which layer finds the needle: by KV deviation, and by the attention of the last query (SparseX,
+Figures 5 and 6).
 
-The first layer whose attention finds it is the `probe` of the policy `transitive`: keys can be scored from there on.
-"""
+The first layer whose attention finds it is the `probe` of the policy `transitive`: keys can be
+scored from there on."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,8 @@ ATTENTION, DEVIATION = "last-query attention", "KV deviation"
 
 @dataclass(frozen=True)
 class Finding:
-    """One layout. `chosen` bool [L, T]: the top tokens of each layer; `found` [L]: whether the needle is among them."""
+    """One layout. `chosen` bool [L, T]: the top tokens of each layer; `found` [L]: whether the
+    needle is among them."""
 
     signal: str
     layout: str
@@ -46,19 +48,25 @@ class Finding:
 
 @dataclass(frozen=True)
 class Survey:
-    """Many texts. `found[signal, layout]` [L]: share of the texts whose needle is among the layer's top tokens."""
+    """Many texts. `found[signal, layout]` [L]: share of the texts whose needle is among the layer's
+    top tokens."""
 
     found: dict[tuple[str, str], np.ndarray]
     texts: int
 
     @property
     def probe(self) -> int:
-        """The first layer whose attention finds, in both layouts, three quarters of what any layer's does."""
-        worst = np.min([shares for (signal, _), shares in self.found.items() if signal == ATTENTION], axis=0)
+        """The first layer whose attention finds, in both layouts, three quarters of what any
+        layer's does."""
+        worst = np.min(
+            [shares for (signal, _), shares in self.found.items() if signal == ATTENTION], axis=0
+        )
         return int((worst >= ENOUGH * worst.max()).nonzero()[0][0])
 
 
-def survey(engine: Engine, make: NeedleMaker, seeds: range, on_progress: OnProgress | None = None) -> Survey:
+def survey(
+    engine: Engine, make: NeedleMaker, seeds: range, on_progress: OnProgress | None = None
+) -> Survey:
     """One text for each seed."""
     hits: dict[tuple[str, str], list[np.ndarray]] = {}
     for done, seed in enumerate(seeds, 1):
@@ -76,36 +84,48 @@ def draw(engine: Engine, made: NeedleText, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     drawn = find_needle(engine, made)
     for name, signal in (("figure5_kv_deviation", DEVIATION), ("figure6_attention", ATTENTION)):
-        panels = [(f"{f.signal}, {f.layout}", f.chosen, f.needle) for f in drawn if f.signal == signal]
+        panels = [
+            (f"{f.signal}, {f.layout}", f.chosen, f.needle) for f in drawn if f.signal == signal
+        ]
         write_layers(panels, directory / f"{name}.png")
 
 
 def render(found: Survey) -> RenderableType:
     """A line for each layer, for a rich console."""
     table = Table(
-        title=f"texts (of {found.texts}) whose needle is among the layer's top {TOP_SHARE:.0%}", title_justify="left"
+        title=f"texts (of {found.texts}) whose needle is among the layer's top {TOP_SHARE:.0%}",
+        title_justify="left",
     )
     for name in ("layer", *(f"{signal}, {layout}" for signal, layout in found.found)):
         table.add_column(name, justify="right", overflow="fold")
     for layer, shares in enumerate(zip(*found.found.values(), strict=True)):
         table.add_row(str(layer), *(f"{share:.0%}" for share in shares))
     return Group(
-        table, Text(f"attention first finds the needle in layer {found.probe}: transitive:probe_layers={found.probe}")
+        table,
+        Text(
+            f"attention first finds the needle in layer {found.probe}: "
+            f"transitive:probe_layers={found.probe}"
+        ),
     )
 
 
 def find_needle(engine: Engine, made: NeedleText) -> list[Finding]:
-    """Where layers look for a needle in a text that was read without the cue; the cue stands before the text, or behind
-    it."""
+    """Where layers look for a needle in a text that was read without the cue; the cue stands before
+    the text, or behind it."""
 
     def count(piece: str) -> int:
         return len(engine.tokenizer.encode(piece, add_special_tokens=False))
 
-    layouts = {"cue before the needle": (made.cue, made.text), "cue after the needle": ("", made.text, made.cue)}
+    layouts = {
+        "cue before the needle": (made.cue, made.text),
+        "cue after the needle": ("", made.text, made.cue),
+    }
     findings = []
     for layout, parts in layouts.items():
         first = count(f"{parts[0]}\n") if parts[0] else 0
-        needle = range(first + count(made.before.rstrip()), first + count(made.before + made.needle))
+        needle = range(
+            first + count(made.before.rstrip()), first + count(made.before + made.needle)
+        )
         naive, full = _records(engine, parts, made.text, made.question)
         deviation = _deviation(naive, full)
         attention = torch.stack([full.scores[index] for index in sorted(full.scores)])
@@ -114,12 +134,16 @@ def find_needle(engine: Engine, made: NeedleText) -> list[Finding]:
     return findings
 
 
-def _records(engine: Engine, parts: tuple[str, ...], known: str, question: str) -> tuple[PrefillRecord, PrefillRecord]:
+def _records(
+    engine: Engine, parts: tuple[str, ...], known: str, question: str
+) -> tuple[PrefillRecord, PrefillRecord]:
     engine.clear_cache()
     sampling = SamplingParams(max_tokens=1)
     read: list[Part] = ["the old door closed . ", Segment(f"{known}\n")]
     engine.generate([Request(read, "full", sampling)])
-    prompt: list[Part] = [Segment(f"{part}\n") if part == known else f"{part}\n" for part in parts if part]
+    prompt: list[Part] = [
+        Segment(f"{part}\n") if part == known else f"{part}\n" for part in parts if part
+    ]
     prompt.append(question)
     records = []
     policies: tuple[Policy, ...] = (Naive(), _Dense())
@@ -144,7 +168,10 @@ def _deviation(naive: PrefillRecord, full: PrefillRecord) -> Tensor:
         raise ValueError("both records need their cache")
     pairs = ((naive.keys, full.keys), (naive.values, full.values))
     return sum(
-        (torch.stack([kv_deviation(ours, truth) for ours, truth in zip(*pair, strict=True)]) for pair in pairs),
+        (
+            torch.stack([kv_deviation(ours, truth) for ours, truth in zip(*pair, strict=True)])
+            for pair in pairs
+        ),
         torch.zeros(()),
     )
 
@@ -153,4 +180,6 @@ def _top(scores: Tensor, record: PrefillRecord) -> np.ndarray:
     """bool [L, T]: the best share of the grafted tokens in each layer."""
     if record.plan is None:
         raise ValueError("nothing was recorded")
-    return torch.stack([record.plan.top_share(row, TOP_SHARE, among=record.plan.grafted) for row in scores]).numpy()
+    return torch.stack(
+        [record.plan.top_share(row, TOP_SHARE, among=record.plan.grafted) for row in scores]
+    ).numpy()

@@ -11,8 +11,11 @@ from kvgraft.evaluate.calls import match_calls
 
 
 def normalise(text: str) -> str:
-    """Lower case, without punctuation, articles and superfluous white space (SQuAD; LongBench; RULER)."""
-    text = "".join(" " if character in string.punctuation else character for character in text.lower())
+    """Lower case, without punctuation, articles and superfluous white space (SQuAD; LongBench;
+    RULER)."""
+    text = "".join(
+        " " if character in string.punctuation else character for character in text.lower()
+    )
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
@@ -22,12 +25,14 @@ def exact_match(answer: str, expected: Sequence[str]) -> float:
 
 
 def contains_all(answer: str, expected: Sequence[str]) -> float:
-    """Share of the expected texts that occur in the answer as whole words (RULER's string_match_all)."""
+    """Share of the expected texts that occur in the answer as whole words (RULER's
+    string_match_all)."""
     return sum(_occurs(text, answer) for text in expected) / len(expected)
 
 
 def contains_any(answer: str, expected: Sequence[str]) -> float:
-    """1 if one of the expected texts occurs in the answer as whole words (RULER's string_match_part)."""
+    """1 if one of the expected texts occurs in the answer as whole words (RULER's
+    string_match_part)."""
     return float(any(_occurs(text, answer) for text in expected))
 
 
@@ -37,13 +42,15 @@ def f1(answer: str, expected: Sequence[str]) -> float:
 
 
 SCORES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
-    "contains_all": contains_all, "contains_any": contains_any, "f1": f1, "exact_match": exact_match,
+    "contains_all": contains_all, "contains_any": contains_any, "f1": f1,
+    "exact_match": exact_match,
     "calls": match_calls,
 }  # fmt: skip
 
 
 def kv_deviation(ours: Tensor, truth: Tensor) -> Tensor:
-    """||ours - truth|| / ||truth|| of each token, over heads and dimensions: [n, H, d] twice -> float32 [n]."""
+    """||ours - truth|| / ||truth|| of each token, over heads and dimensions: [n, H, d] twice ->
+    float32 [n]."""
     distance = (ours.float() - truth.float()).flatten(1).norm(dim=1)
     return distance / truth.float().flatten(1).norm(dim=1).clamp(min=1e-12)
 

@@ -1,4 +1,5 @@
-"""Texts with a needle in them, which a cue tells to look for: in the language of the testbed, or in English."""
+"""Texts with a needle in them, which a cue tells to look for: in the language of the testbed, or in
+English."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ CITIES = ("Oslo", "Turin", "Quito", "Dakar", "Perth", "Kyoto", "Porto", "Cairo")
 
 @dataclass(frozen=True)
 class NeedleText:
-    """A text (`before`, `needle`, `after`), what tells that the needle matters, and what asks for it."""
+    """A text (`before`, `needle`, `after`), what tells that the needle matters, and what asks for
+    it."""
 
     cue: str
     before: str
@@ -44,12 +46,15 @@ def fact_needle(seed: int) -> NeedleText:
     words = text.split()
     fact = ["the", "paint", "of", tasks.key_of(question), "is"]
     start = next(i for i in range(len(words)) if words[i : i + 5] == fact)
-    before, needle, after = (" ".join(part) for part in (words[:start], words[start : start + 6], words[start + 6 :]))
+    before, needle, after = (
+        " ".join(part) for part in (words[:start], words[start : start + 6], words[start + 6 :])
+    )
     return NeedleText(notes, f"{before} ", needle, f" {after}", question.text)
 
 
 def english_needle(seed: int) -> NeedleText:
-    """A secret number in documentation of an installed package; the cue says that it will be asked for."""
+    """A secret number in documentation of an installed package; the cue says that it will be asked
+    for."""
     rng = Random(seed)  # noqa: S311
     wanted = NUM_TOKENS * CHARACTERS
     texts = [" ".join(sentence for _, sentence in one.sentences) for one in read_documentation()]

@@ -1,4 +1,5 @@
-"""Five short texts about the world, and questions that they answer: for the demonstration on a real model."""
+"""Five short texts about the world, and questions that they answer: for the demonstration on a real
+model."""
 
 from dataclasses import dataclass
 
@@ -13,7 +14,8 @@ class Passage:
 
 @dataclass(frozen=True)
 class TextQuestion:
-    """A question, and the passages that stand before it in its prompt, in this order; not all of them matter."""
+    """A question, and the passages that stand before it in its prompt, in this order; not all of
+    them matter."""
 
     text: str
     passages: tuple[Passage, ...]
@@ -21,7 +23,9 @@ class TextQuestion:
 
 def _passage(title: str, text: str) -> Passage:
     """A passage, its paragraphs each in one line."""
-    return Passage(title, "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n")))
+    return Passage(
+        title, "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+    )
 
 
 BEES = _passage(
@@ -119,12 +123,14 @@ Black tea is made with boiling water. Green tea becomes bitter that way: for it 
 degrees Celsius. Most tea is grown in China, followed by India, Kenya and Sri Lanka. After water, tea is what people
 drink most.""",
 )
-READINGS = (  # an instruction, and the passages that the model reads behind it before any question is asked
+# an instruction, and the passages that the model reads behind it before any question is asked
+READINGS = (
     ("You write headlines.", (TOWER, BEES)),
     ("You find spelling mistakes.", (TEA, WHALE)),
     ("You translate into French.", (CANAL,)),
 )
-QUESTIONS = (  # chosen by what SmolLM2-135M answered under full recomputation, before it was asked with reuse
+# chosen by what SmolLM2-135M answered under full recomputation, before it was asked with reuse
+QUESTIONS = (
     TextQuestion("After whom is the Eiffel Tower named?", (BEES, TOWER)),
     TextQuestion("How long is the Panama Canal?", (TEA, WHALE, CANAL)),
     TextQuestion("From which plant does all tea come?", (TOWER, TEA)),

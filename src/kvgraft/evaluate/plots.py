@@ -20,7 +20,8 @@ from kvgraft.prefill.profile import PolicyProfile
 
 mpl.use("Agg")
 STYLE = {
-    "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
+    "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "grid.alpha": 0.25,
     "figure.dpi": 110, "savefig.bbox": "tight", "legend.frameon": False,
 }  # fmt: skip
 WORK = "grafted token x layer work done again"
@@ -31,8 +32,9 @@ COLOURS = (*_TAB20[::2], *_TAB20[1::2])  # ten strong ones, then their lighter t
 
 
 def write_plots(rows: Sequence[EvalRow], directory: Path) -> list[Path]:
-    """Quality against time and against work, distance from full against FLOPs, quality against memory where policies
-    differ in it, and by task, length and pattern where there is more than one."""
+    """Quality against time and against work, distance from full against FLOPs, quality against
+    memory where policies differ in it, and by task, length and pattern where there is more than
+    one."""
     policies = list(dict.fromkeys(row.policy for row in rows))
     colours = {policy: COLOURS[number % len(COLOURS)] for number, policy in enumerate(policies)}
     overall = summarise(rows, "all")
@@ -46,7 +48,9 @@ def write_plots(rows: Sequence[EvalRow], directory: Path) -> list[Path]:
             if len({row.pattern for row in rows}) > 1:
                 figures["kl_pattern"] = _divergences(_by_group(summarise(rows, "pattern")))
         if len({round(summary.kv_mib, 1) for summary in overall}) > 1:
-            figures["memory"] = _scatter(overall, colours, "kv_mib", "most memory of keys and values, MiB")
+            figures["memory"] = _scatter(
+                overall, colours, "kv_mib", "most memory of keys and values, MiB"
+            )
         for name in ("task", "length", "pattern"):
             summaries = summarise(rows, name)
             if len({summary.group for summary in summaries}) > 1:
@@ -68,10 +72,18 @@ def draw_full(axes: Axes, full: Summary) -> None:
 
 def _draw_level(axes: Axes, value: float, name: str) -> None:
     axes.axhline(value, color="grey", linewidth=1, linestyle="--" if name == "full" else ":")
-    axes.annotate(name, (1.0, value), xycoords=("axes fraction", "data"), xytext=(8, -3), textcoords="offset points")
+    axes.annotate(
+        name,
+        (1.0, value),
+        xycoords=("axes fraction", "data"),
+        xytext=(8, -3),
+        textcoords="offset points",
+    )
 
 
-def _scatter(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]], across: str, label: str) -> Figure:
+def _scatter(
+    summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]], across: str, label: str
+) -> Figure:
     figure, axes = plt.subplots(figsize=(6.4, 4.2))
     for summary in summaries:
         if summary.policy == "full":
@@ -82,7 +94,9 @@ def _scatter(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]]
             continue
         x, score = getattr(summary, across), summary.score
         error = [[score - summary.low], [summary.high - score]]
-        axes.errorbar(x, score, error, fmt="o", color=colours[summary.policy], capsize=3, label=summary.policy)
+        axes.errorbar(
+            x, score, error, fmt="o", color=colours[summary.policy], capsize=3, label=summary.policy
+        )
     axes.set_xlabel(label)
     axes.set_ylabel("score (95 % interval)")
     axes.set_ylim(max(0.0, float(np.nanmin([(s.low, s.score) for s in summaries])) - 0.15), 1.03)
@@ -94,8 +108,8 @@ def _scatter(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]]
 
 
 def _divergences(panels: Mapping[str, Sequence[Summary]]) -> Figure:
-    """KL along full's answer against FLOPs, and that of full itself in other orders, if that was asked for: a panel for
-    each group. Forms of one policy are joined."""
+    """KL along full's answer against FLOPs, and that of full itself in other orders, if that was
+    asked for: a panel for each group. Forms of one policy are joined."""
     columns = min(3, len(panels))
     shape = -(-len(panels) // columns), columns
     size = (6.4, 4.2) if len(panels) == 1 else (3.6 * shape[1], 3.0 * shape[0])
@@ -115,18 +129,27 @@ def _divergences(panels: Mapping[str, Sequence[Summary]]) -> Figure:
 
 
 def _divergence(axes: Axes, summaries: Sequence[Summary]) -> None:
-    across, methods = "flops" if _counted(summaries) else "work", defaultdict[str, list[Summary]](list)
+    across, methods = (
+        "flops" if _counted(summaries) else "work",
+        defaultdict[str, list[Summary]](list),
+    )
     for summary in summaries:
         if summary.policy == ORDER_NOISE:
-            axes.axhline(summary.answer_kl.value, color="grey", linestyle=":", linewidth=1, label=ORDER_NOISE)
+            axes.axhline(
+                summary.answer_kl.value, color="grey", linestyle=":", linewidth=1, label=ORDER_NOISE
+            )
         elif summary.policy != "full":
             methods[summary.policy.partition(":")[0]].append(summary)
     for number, (name, found) in enumerate(methods.items()):
         found.sort(key=lambda summary: getattr(summary, across))
-        kl = np.array([(one.answer_kl.value, one.answer_kl.low, one.answer_kl.high) for one in found])
+        kl = np.array(
+            [(one.answer_kl.value, one.answer_kl.low, one.answer_kl.high) for one in found]
+        )
         axes.errorbar(
-            [getattr(summary, across) for summary in found], kl[:, 0], [kl[:, 0] - kl[:, 1], kl[:, 2] - kl[:, 0]],
-            fmt="o-", markersize=4, linewidth=1, elinewidth=0.7, capsize=2, color=COLOURS[number % len(COLOURS)],
+            [getattr(summary, across) for summary in found], kl[:, 0], [kl[:, 0] - kl[:, 1], kl[:,
+            2] - kl[:, 0]],
+            fmt="o-", markersize=4, linewidth=1, elinewidth=0.7, capsize=2,
+            color=COLOURS[number % len(COLOURS)],
             label=name if len(found) > 1 else found[0].policy,
         )  # fmt: skip
     axes.set_yscale("symlog", linthresh=LEAST_KL)
@@ -140,7 +163,8 @@ def _counted(summaries: Sequence[Summary]) -> bool:
 
 
 def write_calibration(profile: PolicyProfile, path: Path) -> Path:
-    """How far every policy that was tried is from full recomputation, in units of order noise, against its work."""
+    """How far every policy that was tried is from full recomputation, in units of order noise,
+    against its work."""
     unit = profile.order_noise[0] or 1.0
     with mpl.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(6.4, 4.2))
@@ -150,7 +174,8 @@ def write_calibration(profile: PolicyProfile, path: Path) -> Path:
             chosen = one.policy == profile.policy
             axes.errorbar(
                 one.flops, value, [[value - low], [high - value]], fmt="*" if chosen else "o",
-                markersize=12 if chosen else 6, color=COLOURS[number % len(COLOURS)], capsize=3, label=one.policy,
+                markersize=12 if chosen else 6, color=COLOURS[number % len(COLOURS)], capsize=3,
+                label=one.policy,
             )  # fmt: skip
         axes.set_xlabel(FLOPS)
         axes.set_ylabel("KL(full || policy) along full's answer, of order noise")
@@ -172,18 +197,24 @@ def _bars(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]], n
         errors = [[s.score - s.low for _, s in found], [s.high - s.score for _, s in found]]
         scores, thin = [s.score for _, s in found], {"elinewidth": 0.7}
         axes.bar(x, scores, width, yerr=errors, color=colour, label=policy, error_kw=thin)
-    axes.set_xticks(range(len(groups)), [group.replace("/", "\n").replace("_", "\n") for group in groups], fontsize=9)
+    axes.set_xticks(
+        range(len(groups)),
+        [group.replace("/", "\n").replace("_", "\n") for group in groups],
+        fontsize=9,
+    )
     axes.set_xlabel(name)
     axes.set_ylabel("score (95 % interval)")
     axes.set_ylim(0, 1.05)
     axes.grid(axis="x", visible=False)
-    axes.legend(ncols=min(4, len(colours)), loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=9)
+    axes.legend(
+        ncols=min(4, len(colours)), loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=9
+    )
     return figure
 
 
 def write_pareto(found: Sequence[FlowScore], best: Sequence[FlowScore], directory: Path) -> Path:
-    """Accuracy against speed of flows; those that no other beats in both are joined, numbered and named. Those that
-    an early stage has ended are paler: their score is of easier tasks."""
+    """Accuracy against speed of flows; those that no other beats in both are joined, numbered and
+    named. Those that an early stage has ended are paler: their score is of easier tasks."""
     last = max(len(one.passed) for one in found)
     with mpl.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7.2, 4.8))
@@ -193,10 +224,17 @@ def write_pareto(found: Sequence[FlowScore], best: Sequence[FlowScore], director
                 one.faster, one.score, s=36 if on_it else 18, alpha=1.0 if whole else 0.3,
                 color="tab:red" if on_it else "tab:blue" if whole else "grey",
             )  # fmt: skip
-        axes.plot([one.faster for one in best], [one.score for one in best], color="tab:red", linewidth=1)
+        axes.plot(
+            [one.faster for one in best], [one.score for one in best], color="tab:red", linewidth=1
+        )
         for number, one in enumerate(best, 1):
             axes.annotate(
-                str(number), (one.faster, one.score), xytext=(0, 6), textcoords="offset points", fontsize=8, ha="center"
+                str(number),
+                (one.faster, one.score),
+                xytext=(0, 6),
+                textcoords="offset points",
+                fontsize=8,
+                ha="center",
             )
         named = "\n".join(f"{number}  {one.flow}" for number, one in enumerate(best, 1))
         axes.text(1.02, 0.5, named, transform=axes.transAxes, fontsize=8, va="center")
@@ -214,7 +252,9 @@ def write_layers(panels: Sequence[tuple[str, np.ndarray, range]], path: Path) ->
         panels: title, bool [L, T] (token is among the layer's top), and the tokens of the needle.
     """
     with mpl.rc_context(STYLE | {"axes.grid": False}):
-        figure, grid = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 3.4), sharey=True, squeeze=False)
+        figure, grid = plt.subplots(
+            1, len(panels), figsize=(5.2 * len(panels), 3.4), sharey=True, squeeze=False
+        )
         for axes, (title, chosen, needle) in zip(grid[0], panels, strict=True):
             _layer_panel(axes, title, chosen, needle)
         grid[0][0].set_ylabel("layer")
@@ -222,14 +262,19 @@ def write_layers(panels: Sequence[tuple[str, np.ndarray, range]], path: Path) ->
 
 
 def write_layer_profile(found: Mapping[str, np.ndarray], stable: Sequence[int], path: Path) -> None:
-    """How many texts of each data set agree with a layer on what is most important, and N* (SamKV Figure 8)."""
+    """How many texts of each data set agree with a layer on what is most important, and N* (SamKV
+    Figure 8)."""
     with mpl.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(6.4, 3.6))
         for layer in stable:
             label = "stable (N*)" if layer == stable[0] else None
-            axes.axvspan(layer - 0.5, layer + 0.5, color="gold", alpha=0.35, linewidth=0, label=label)
+            axes.axvspan(
+                layer - 0.5, layer + 0.5, color="gold", alpha=0.35, linewidth=0, label=label
+            )
         for number, (name, scores) in enumerate(found.items()):
-            axes.plot(scores, marker="o", markersize=4, linewidth=1.3, color=COLOURS[number], label=name)
+            axes.plot(
+                scores, marker="o", markersize=4, linewidth=1.3, color=COLOURS[number], label=name
+            )
         axes.set_xlabel("layer")
         axes.set_ylabel("texts whose best block stands out")
         axes.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
@@ -243,7 +288,9 @@ def _layer_panel(axes: Axes, title: str, chosen: np.ndarray, needle: range) -> N
     inside = (places >= needle.start) & (places < needle.stop)
     axes.axvspan(needle.start, needle.stop, color="gold", alpha=0.45, linewidth=0, label="needle")
     axes.scatter(places[~inside], layers[~inside], s=5, color="tab:blue", label="top tokens")
-    axes.scatter(places[inside], layers[inside], s=14, color="tab:red", label="top tokens in the needle")
+    axes.scatter(
+        places[inside], layers[inside], s=14, color="tab:red", label="top tokens in the needle"
+    )
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("position in the prompt")
     axes.set_yticks(range(chosen.shape[0]))
@@ -254,7 +301,8 @@ def write_heads(head_map: HeadMap, path: Path) -> Path:
     """Layers by KV heads: everything that was measured; G and R keep everything."""
     layers, heads = len(head_map.classes), len(head_map.classes[0])
     measured = (
-        ("attention outside sinks and window", head_map.far_mass), ("shift with the prefix", head_map.shift),
+        ("attention outside sinks and window", head_map.far_mass), ("shift with the prefix",
+        head_map.shift),
         ("effect of a window, KL in nats", head_map.effect),
     )  # fmt: skip
     panels = [(title, values) for title, values in measured if values]
@@ -272,7 +320,15 @@ def write_heads(head_map: HeadMap, path: Path) -> Path:
                 for head, found in enumerate(classes):
                     ink = "white" if values[layer][head] > 0.6 * image.get_clim()[1] else "black"
                     if found is not HeadClass.LOCAL:
-                        axes.text(head, layer, found[0].upper(), ha="center", va="center", fontsize=8, color=ink)
+                        axes.text(
+                            head,
+                            layer,
+                            found[0].upper(),
+                            ha="center",
+                            va="center",
+                            fontsize=8,
+                            color=ink,
+                        )
         grid[0].set_ylabel("layer")
         return save(figure, path)
 

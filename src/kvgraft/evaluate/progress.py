@@ -12,8 +12,16 @@ OnProgress = Callable[[int, int], None]
 
 @contextmanager
 def progress_bar(console: Console, name: str) -> Iterator[OnProgress]:
-    """A bar on `console`, silent where that is no terminal; gives the function to report progress to."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    """A bar on `console`, silent where that is no terminal; gives the function to report progress
+    to."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task(name, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

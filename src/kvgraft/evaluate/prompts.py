@@ -1,4 +1,5 @@
-"""Texts of segments, the last of which is the question, as a prompt: a line each, and what a chat template adds."""
+"""Texts of segments, the last of which is the question, as a prompt: a line each, and what a chat
+template adds."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ SYSTEM, USER = "(instruction)", "(text)"  # where a template puts them
 
 @dataclass(frozen=True)
 class Chat:
-    """What a model's chat template puts before the first text of a prompt (an instruction), between it and the others
-    (what the user says), and behind these."""
+    """What a model's chat template puts before the first text of a prompt (an instruction), between
+    it and the others (what the user says), and behind these."""
 
     before: str
     between: str
@@ -21,15 +22,16 @@ class Chat:
 
 
 def find_chat(tokenizer: Any) -> Chat | None:
-    """A tokenizer's chat template; None if it has none. The instruction is the system's message, or, where the template
-    knows no such, the beginning of the user's.
+    """A tokenizer's chat template; None if it has none. The instruction is the system's message,
+    or, where the template knows no such, the beginning of the user's.
 
     Raises:
         ValueError: the template does not leave messages as they are.
     """
     if not tokenizer.chat_template:
         return None
-    by_itself = tokenizer.bos_token if opening_ids(tokenizer, "") else ""  # every text gets that anyway
+    # every text gets that anyway
+    by_itself = tokenizer.bos_token if opening_ids(tokenizer, "") else ""
     for messages in (
         [{"role": "system", "content": SYSTEM}, {"role": "user", "content": USER}],
         [{"role": "user", "content": f"{SYSTEM}\n{USER}"}],
@@ -40,20 +42,32 @@ def find_chat(tokenizer: Any) -> Chat | None:
             continue
         before, _, rest = text.partition(SYSTEM)
         between, _, after = rest.partition(USER)
-        if f"{before}{SYSTEM}{between}{USER}{after}" == text and SYSTEM not in rest and USER not in before + after:
+        if (
+            f"{before}{SYSTEM}{between}{USER}{after}" == text
+            and SYSTEM not in rest
+            and USER not in before + after
+        ):
             return Chat(before.removeprefix(by_itself), between, after)
-    raise ValueError("the chat template of the model takes no message of a system or a user as it is")
+    raise ValueError(
+        "the chat template of the model takes no message of a system or a user as it is"
+    )
 
 
 def as_parts(
-    segments: Sequence[str], reused: Collection[str] | None = None, chat: Chat | None = None, begun: str = ""
+    segments: Sequence[str],
+    reused: Collection[str] | None = None,
+    chat: Chat | None = None,
+    begun: str = "",
 ) -> list[Part]:
-    """For the native engine: every part is tokenised on its own; those that are `reused` (None: all but the last) are
-    marked as segments. `begun` is how the answer begins."""
+    """For the native engine: every part is tokenised on its own; those that are `reused` (None: all
+    but the last) are marked as segments. `begun` is how the answer begins."""
     marked = segments[:-1] if reused is None else reused
     *lines, last = _lines(segments, chat, begun)
     known = (segment in marked for segment in segments)
-    return [*(Segment(line) if reuse else line for line, reuse in zip(lines, known, strict=False)), last]
+    return [
+        *(Segment(line) if reuse else line for line, reuse in zip(lines, known, strict=False)),
+        last,
+    ]
 
 
 def as_text(segments: Sequence[str], chat: Chat | None = None, begun: str = "") -> str:

@@ -1,4 +1,5 @@
-"""The demonstration on a real model: questions about texts that it has read in other prompts, answered in words."""
+"""The demonstration on a real model: questions about texts that it has read in other prompts,
+answered in words."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,21 +63,25 @@ class ReadingReport:
 def run_reading_demo(
     engine: Engine, *, policies: Sequence[str] = POLICIES, on_progress: OnProgress | None = None
 ) -> ReadingReport:
-    """Make the model read the texts behind other instructions, then ask each question under every policy.
+    """Make the model read the texts behind other instructions, then ask each question under every
+    policy.
 
     Questions leave nothing behind, so all policies reuse the same pages.
 
     Args:
         engine: on a model with a chat template and some 2,000 positions.
-        policies: names with or without options; the first is `full`, with which the others are compared.
+        policies: names with or without options; the first is `full`, with which the others are
+            compared.
         on_progress: called after each question with the number of them done, and of all.
 
     Raises:
-        ValueError: `policies` does not begin with `full`, or the engine cannot serve a policy or a prompt (too long for
-            the model, say); the message says why.
+        ValueError: `policies` does not begin with `full`, or the engine cannot serve a policy or a
+            prompt (too long for the model, say); the message says why.
     """
     if len(policies) < 2 or policies[0] != "full":
-        raise ValueError(f"policies must be full and at least one more, got {', '.join(policies) or 'none'}")
+        raise ValueError(
+            f"policies must be full and at least one more, got {', '.join(policies) or 'none'}"
+        )
     engine.clear_cache()
     for instruction, passages in READINGS:
         _send(engine, _prompt(engine, instruction, _texts(passages)), "full", 1, remember=True)
@@ -103,7 +108,9 @@ def _prompt(engine: Engine, instruction: str, message: str) -> str:
 
 def _question(engine: Engine, question: TextQuestion) -> str:
     asked = f"Use the texts to answer this question in one sentence: {question.text}"
-    return _prompt(engine, INSTRUCTION, f"Read these texts.\n\n{_texts(question.passages)}\n\n{asked}")
+    return _prompt(
+        engine, INSTRUCTION, f"Read these texts.\n\n{_texts(question.passages)}\n\n{asked}"
+    )
 
 
 def _ask(engine: Engine, question: TextQuestion, policies: Sequence[str]) -> AnsweredQuestion:
@@ -143,7 +150,8 @@ def _answer(policy: str, results: Sequence[Result]) -> PolicyAnswer:
 def _describe(engine: Engine) -> str:
     config, decoder = engine.config, engine.decoder
     return (
-        f"{config.architecture}, {config.num_layers} layers, {str(decoder.dtype).removeprefix('torch.')} on "
+        f"{config.architecture}, {config.num_layers} layers, "
+        f"{str(decoder.dtype).removeprefix('torch.')} on "
         f"{decoder.device}, {torch.get_num_threads()} threads"
     )
 
@@ -154,7 +162,8 @@ def _summary(answered: Sequence[AnsweredQuestion]) -> str:
     others = zip(*(question.answers[1:] for question in answered), strict=True)
     seen = [_compared(answers, answered) for answers in others]
     return (
-        f"You saw {count} questions about texts that the model had read before, in other prompts and in another order: "
+        f"You saw {count} questions about texts that the model had read before, in other prompts "
+        "and in another order: "
         f"{'; '.join(seen)}."
     )
 
@@ -168,8 +177,10 @@ def _compared(answers: Sequence[PolicyAnswer], answered: Sequence[AnsweredQuesti
     share = reused / sum(question.prompt_tokens for question in answered)
     again = sum(ours.recomputed for ours in answers) / max(1, reused)
     return (
-        f"{answers[0].policy} took over {share:.0%} of the tokens, computed {again:.0%} of those again, began to "
-        f"answer {speedup:.1f} times as fast as full recomputation, and gave {_agreement(same, len(answered))}"
+        f"{answers[0].policy} took over {share:.0%} of the tokens, computed {again:.0%} of those "
+        "again, began to "
+        f"answer {speedup:.1f} times as fast as full recomputation, and gave "
+        f"{_agreement(same, len(answered))}"
     )
 
 
@@ -183,11 +194,16 @@ def _agreement(same: int, count: int) -> str:
 
 
 def render(report: ReadingReport) -> RenderableType:
-    """Every question with its answers, and the closing sentence, for a rich console of 80 columns."""
-    parts: list[RenderableType] = [Text(f"{report.setup}; s: seconds to the first token", style="dim")]
+    """Every question with its answers, and the closing sentence, for a rich console of 80
+    columns."""
+    parts: list[RenderableType] = [
+        Text(f"{report.setup}; s: seconds to the first token", style="dim")
+    ]
     for number, question in enumerate(report.questions, 1):
         parts.append(Text(f"\n{number}. {question.question}", style="bold"))
-        parts.append(Text(f"{question.prompt_tokens} tokens: {', '.join(question.titles)}", style="dim"))
+        parts.append(
+            Text(f"{question.prompt_tokens} tokens: {', '.join(question.titles)}", style="dim")
+        )
         parts.append(_table(question))
     return Group(*parts, Text(f"\n{report.summary}"))
 
@@ -202,6 +218,9 @@ def _table(question: AnsweredQuestion) -> Table:
         if answer.fallback:
             said.append(f"\nnothing reused: {answer.fallback}", style="dim")
         elif answer is not question.answers[0]:
-            said.append(f"\n{answer.reused} tokens reused, {answer.recomputed} of them recomputed", style="dim")
+            said.append(
+                f"\n{answer.reused} tokens reused, {answer.recomputed} of them recomputed",
+                style="dim",
+            )
         table.add_row(answer.policy, f"{answer.ttft_s:.2f} s", said)
     return table

@@ -1,4 +1,5 @@
-"""A policy that runs another one and notes what it does: which tokens each layer computed, how they were scored."""
+"""A policy that runs another one and notes what it does: which tokens each layer computed, how they
+were scored."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -74,7 +75,8 @@ class Wrapped(Policy):
 
 @dataclass(frozen=True, eq=False)
 class Recorded(Wrapped):
-    """Runs `policy` and fills `record`; `score_layers` adds the question's scores at every layer of a dense pass."""
+    """Runs `policy` and fills `record`; `score_layers` adds the question's scores at every layer of
+    a dense pass."""
 
     name: ClassVar[str] = "recorded"
 
@@ -102,7 +104,11 @@ class Recording(PrefillContext):
         self.plan, self.token_ids, self.block_size = inner.plan, inner.token_ids, inner.block_size
         self.num_layers, self.num_kv_heads = inner.num_layers, inner.num_kv_heads
         self.head_map, self.head_paging = inner.head_map, inner.head_paging
-        self.counts, self.residual_layers, self.local_layers = inner.counts, inner.residual_layers, inner.local_layers
+        self.counts, self.residual_layers, self.local_layers = (
+            inner.counts,
+            inner.residual_layers,
+            inner.local_layers,
+        )
         self._inner, self._record, self._score_layers = inner, record, score_layers
 
     def embed(self, where: Tensor) -> Hidden:
@@ -115,7 +121,9 @@ class Recording(PrefillContext):
         self._record.computed[index] |= hidden.where
         after = self._inner.layer(index, hidden, spreading)
         if self._score_layers:
-            self._record.scores[index] = self._inner.scores(index, self.plan.question & hidden.where)
+            self._record.scores[index] = self._inner.scores(
+                index, self.plan.question & hidden.where
+            )
         return after
 
     def project(self, index: int, hidden: Hidden) -> None:

@@ -19,10 +19,14 @@ from kvgraft.prefill import DEFAULT_POLICY
 
 
 def scores_table(summaries: Iterable[Summary]) -> list[list[str]]:
-    """Header and lines: policies and groups, the fewer as columns; each cell is `score ± half the interval`."""
+    """Header and lines: policies and groups, the fewer as columns; each cell is `score ± half the
+    interval`."""
     cells = {(s.policy, s.group): with_spread(s) for s in summaries}
     policies, groups = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
-    by_policy = [["", *groups], *([policy, *(cells.get((policy, g), "") for g in groups)] for policy in policies)]
+    by_policy = [
+        ["", *groups],
+        *([policy, *(cells.get((policy, g), "") for g in groups)] for policy in policies),
+    ]
     if len(policies) > len(groups):
         return by_policy
     return [list(column) for column in zip(*by_policy, strict=True)]
@@ -38,17 +42,22 @@ def overview_table(summaries: Sequence[Summary]) -> list[list[str]]:
     """Header and lines: a line for each policy, with all that one wants to know at a glance."""
     told = max((s.kl_tokens for s in summaries), default=0)
     header = [
-        "policy", "score", "95 %", "of full", "beyond full", "F1", "EM", "kept", "KV MiB", "redone", "work", "FLOPs",
-        "TTFT ms", "faster", "KL", "top-1", f"answer KL, top {told}" if told else "answer KL", "KL 95 %", "flips",
+        "policy", "score", "95 %", "of full", "beyond full", "F1", "EM", "kept", "KV MiB", "redone",
+        "work", "FLOPs",
+        "TTFT ms", "faster", "KL", "top-1", f"answer KL, top {told}" if told else "answer KL",
+        "KL 95 %", "flips",
         "log-lik.", "/ noise", "/ noise 95 %",
     ]  # fmt: skip
     lines = [
         [s.policy, f"{s.score:.3f}", "-" if isnan(s.low) else f"{s.low:.3f}-{s.high:.3f}",
          f"{s.of_full:.3f}", _beyond(s), f"{s.f1:.3f}",
-         f"{s.exact_match:.3f}", f"{s.kept:.1%}", f"{s.kv_mib:.1f}" if s.kv_mib else "-", f"{s.recomputed:.1%}",
+         f"{s.exact_match:.3f}", f"{s.kept:.1%}", f"{s.kv_mib:.1f}" if s.kv_mib else "-",
+         f"{s.recomputed:.1%}",
          f"{s.work:.1%}", _known(s.flops, ".1%"), f"{s.ttft_ms:.1f}", f"{s.speedup:.2f}",
-         _known(s.kl, ".3f"), _known(s.top1, ".3f"), _known(s.answer_kl.value, ".4f"), _between(s.answer_kl, ".4f"),
-         _known(s.flips.value, ".1%"), _known(s.loglik.value, "+.3f"), _known(s.kl_per_noise.value, ".2f"),
+         _known(s.kl, ".3f"), _known(s.top1, ".3f"), _known(s.answer_kl.value, ".4f"),
+         _between(s.answer_kl, ".4f"),
+         _known(s.flips.value, ".1%"), _known(s.loglik.value, "+.3f"), _known(s.kl_per_noise.value,
+         ".2f"),
          _between(s.kl_per_noise, ".2f")]
         for s in summaries
     ]  # fmt: skip
@@ -64,8 +73,9 @@ PAIRED: dict[
 
 
 def paired_table(rows: Sequence[EvalRow], reference: str, what: str = "score") -> list[list[str]]:
-    """Header and lines: what every other policy has less what the reference has on the same prompts, its 95 % interval,
-    and p (permutations by item; Holm's correction for the number of lines).
+    """Header and lines: what every other policy has less what the reference has on the same
+    prompts, its 95 % interval, and p (permutations by item; Holm's correction for the number of
+    lines).
 
     Raises:
         ValueError: nothing was answered under the reference.
@@ -75,14 +85,21 @@ def paired_table(rows: Sequence[EvalRow], reference: str, what: str = "score") -
     for row in rows:
         by_policy.setdefault(row.policy, {})[row.cluster, row.number] = of(row)
     if reference not in by_policy:
-        raise ValueError(f"no answers under {reference!r}: there are those of {', '.join(by_policy)}")
+        raise ValueError(
+            f"no answers under {reference!r}: there are those of {', '.join(by_policy)}"
+        )
     theirs = by_policy.pop(reference)
     pairs = [([mine[key] for key in theirs], list(theirs.values())) for mine in by_policy.values()]
     clusters = [cluster for cluster, _ in theirs]
     differences = [paired_difference(*pair, clusters) for pair in pairs]
     corrected = holm([paired_p(*pair, clusters) for pair in pairs])
     lines = [
-        [policy, f"{d.value:{form}}", "-" if isnan(d.low) else f"{d.low:{form}} to {d.high:{form}}", f"{p:.3f}"]
+        [
+            policy,
+            f"{d.value:{form}}",
+            "-" if isnan(d.low) else f"{d.low:{form}} to {d.high:{form}}",
+            f"{p:.3f}",
+        ]
         for policy, d, p in zip(by_policy, differences, corrected, strict=True)
     ]
     return [["policy", f"{what} less that of {reference}", "95 %", "p, corrected"], *lines]
@@ -104,24 +121,33 @@ def _known(value: float, form: str) -> str:
 
 
 LEGEND = (
-    "score: mean by the tasks' own metrics; beyond full: 95 % interval of the difference from full, prompt by prompt; "
-    "kept: tokens of the prompt in the cache when the answer begins; KV: most that keys and values took at a time; "
-    "redone: grafted tokens computed again in the last layer; work: (token, layer) pairs computed beyond the fresh "
+    "score: mean by the tasks' own metrics; beyond full: 95 % interval of the difference from "
+    "full, prompt by prompt; "
+    "kept: tokens of the prompt in the cache when the answer begins; KV: most that keys and values "
+    "took at a time; "
+    "redone: grafted tokens computed again in the last layer; work: (token, layer) pairs computed "
+    "beyond the fresh "
     "tokens, as a share of the grafted ones, probes included; FLOPs: of the "
-    "whole prefill, of full's; faster: median ratio of time to first token; KL, top-1: first token against full; "
-    f"answer KL, flips, log-lik.: means over the first {ANSWER_TOKENS} tokens of full's own answer: KL(full || policy) "
-    "in nats (top n: of the n most likely tokens, all others as one), places where the best token is another, how much "
-    f"likelier the token is than under full; {ORDER_NOISE}: full, with the reused segments in other orders; "
+    "whole prefill, of full's; faster: median ratio of time to first token; KL, top-1: first token "
+    "against full; "
+    f"answer KL, flips, log-lik.: means over the first {ANSWER_TOKENS} tokens of full's own "
+    "answer: KL(full || policy) "
+    "in nats (top n: of the n most likely tokens, all others as one), places where the best token "
+    "is another, how much "
+    f"likelier the token is than under full; {ORDER_NOISE}: full, with the reused segments in "
+    "other orders; "
     "/ noise: answer KL divided by that"
 )
 
 
 def render(rows: Sequence[EvalRow]) -> RenderableType:
-    """An overview and the scores by suite (by task if there is but one) and pattern, narrow enough for a terminal."""
+    """An overview and the scores by suite (by task if there is but one) and pattern, narrow enough
+    for a terminal."""
     summaries = summarise(rows, "all")
     overview = overview_table(summaries)
     left_out: tuple[str, ...] = (
-        "95 %", "beyond full", "F1", "EM", "TTFT ms", "KL", "top-1", "KL 95 %", "log-lik.", "/ noise 95 %",
+        "95 %", "beyond full", "F1", "EM", "TTFT ms", "KL", "top-1", "KL 95 %", "log-lik.",
+        "/ noise 95 %",
     )  # fmt: skip
     left_out += () if any(row.policy == ORDER_NOISE for row in rows) else ("/ noise",)
     left_out += () if any(summary.kept < 1 for summary in summaries) else ("kept", "KV MiB")
@@ -129,12 +155,17 @@ def render(rows: Sequence[EvalRow]) -> RenderableType:
     tables = [_rich("all tasks", *([line[place] for place in kept] for line in overview))]
     for name in ("suite" if len({row.suite for row in rows}) > 1 else "task", "pattern"):
         table = scores_table(summarise(rows, name))
-        tables.append(_rich(f"score by {name}", *([cell.partition(" ±")[0] for cell in line] for line in table)))
+        tables.append(
+            _rich(
+                f"score by {name}", *([cell.partition(" ±")[0] for cell in line] for line in table)
+            )
+        )
     return Group(*tables, Text(LEGEND, style="dim"))
 
 
 def write_tables(rows: Sequence[EvalRow], directory: Path, command: str) -> None:
-    """`tables.md` with every grouping and what the default policy is paired with, and a CSV file for each grouping."""
+    """`tables.md` with every grouping and what the default policy is paired with, and a CSV file
+    for each grouping."""
     parts = [f"# Evaluation\n\n`{command}`\n\n{LEGEND}.\n"]
     for name in GROUPINGS:
         summaries = summarise(rows, name)
@@ -149,18 +180,25 @@ def write_tables(rows: Sequence[EvalRow], directory: Path, command: str) -> None
         (directory / f"by_{name.replace(' ', '_')}.csv").write_text(text.getvalue())
     if any(row.policy == DEFAULT_POLICY for row in rows):
         parts.append(f"## Beside {DEFAULT_POLICY}, the default, prompt by prompt\n")
-        for what in PAIRED if all("answer_kl" in row.answer.distances for row in rows) else ("score",):
+        for what in (
+            PAIRED if all("answer_kl" in row.answer.distances for row in rows) else ("score",)
+        ):
             header, *lines = paired_table(rows, DEFAULT_POLICY, what)
             parts.append(_markdown(header, lines))
     (directory / "tables.md").write_text("\n".join(parts))
 
 
 def _flat(summary: Summary) -> dict[str, object]:
-    """Its fields for a CSV file: of an estimate, the value by the name of the field, and the ends of its interval."""
+    """Its fields for a CSV file: of an estimate, the value by the name of the field, and the ends
+    of its interval."""
     found: dict[str, object] = {}
     for name, value in asdict(summary).items():
         if isinstance(value, dict):
-            found |= {name: value["value"], f"{name}_low": value["low"], f"{name}_high": value["high"]}
+            found |= {
+                name: value["value"],
+                f"{name}_low": value["low"],
+                f"{name}_high": value["high"],
+            }
         else:
             found[name] = value
     return found

@@ -1,4 +1,5 @@
-"""Evaluations: every item of some suites under every policy, one line of JSON for each answer, resumable."""
+"""Evaluations: every item of some suites under every policy, one line of JSON for each answer,
+resumable."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,11 +25,12 @@ class EvalSettings:
 
     Attributes:
         order_noise: also ask full about every prompt with its reused segments in other orders.
-        chat: write prompts of real text in the chat template of the model; None does so if it has one.
+        chat: write prompts of real text in the chat template of the model; None does so if it has
+            one.
 
     Raises:
-        ValueError: policies that do not begin with `full`, are unknown or appear twice, no lengths, or a choice of
-            chat templates where no suite is of real text.
+        ValueError: policies that do not begin with `full`, are unknown or appear twice, no lengths,
+            or a choice of chat templates where no suite is of real text.
     """
 
     suites: tuple[TaskSuite, ...]
@@ -45,7 +47,10 @@ class EvalSettings:
         for policy in self.policies:
             parse_policy(policy)
         if not self.policies or self.policies[0] != "full":
-            raise ValueError(f"policies must begin with full, with which the others are compared, got {self.policies}")
+            raise ValueError(
+                "policies must begin with full, with which the others are compared, got "
+                f"{self.policies}"
+            )
         if len(set(self.policies)) < len(self.policies):
             raise ValueError(f"policies must differ, got {', '.join(self.policies)}")
         if not self.lengths:
@@ -53,7 +58,8 @@ class EvalSettings:
         if self.chat is not None and not self.real_texts:
             names = ", ".join(suite.name for suite in self.suites)
             raise ValueError(
-                f"chat templates are for suites of real text (docs, files), and these are generated: {names}"
+                "chat templates are for suites of real text (docs, files), and these are "
+                f"generated: {names}"
             )
 
     @property
@@ -81,7 +87,8 @@ class EvalSettings:
 
 
 class EvalRow(msgspec.Struct, frozen=True):
-    """One answer. `cluster` names the item, whose questions are about one text; `score` is by the task's own metric."""
+    """One answer. `cluster` names the item, whose questions are about one text; `score` is by the
+    task's own metric."""
 
     cluster: str
     number: int
@@ -98,11 +105,14 @@ class EvalRow(msgspec.Struct, frozen=True):
     answer: Answer
 
 
-def run(settings: EvalSettings, host: Host, directory: Path, on_progress: OnProgress | None = None) -> list[EvalRow]:
+def run(
+    settings: EvalSettings, host: Host, directory: Path, on_progress: OnProgress | None = None
+) -> list[EvalRow]:
     """Answer what the directory does not hold yet, and return all rows.
 
     Raises:
-        ValueError: the directory holds an evaluation with other settings; the message says which differ.
+        ValueError: the directory holds an evaluation with other settings; the message says which
+            differ.
     """
     directory.mkdir(parents=True, exist_ok=True)
     real = _real_texts(settings, host)
@@ -112,9 +122,13 @@ def run(settings: EvalSettings, host: Host, directory: Path, on_progress: OnProg
     total = sum(len(item.phase_2) for *_, item in work) * len(settings.asked)
     with (directory / ROWS).open("ab") as file:
         for cluster, suite, length, item in work:
-            keys = {(cluster, n, policy) for n in range(len(item.phase_2)) for policy in settings.asked}
+            keys = {
+                (cluster, n, policy) for n in range(len(item.phase_2)) for policy in settings.asked
+            }
             if not keys <= rows.keys():  # an item that was interrupted is asked again as a whole
-                for number, policy, answer in host.answers(item, settings.policies, _orders(settings, cluster, item)):
+                for number, policy, answer in host.answers(
+                    item, settings.policies, _orders(settings, cluster, item)
+                ):
                     key = (cluster, number, policy)
                     if key not in rows:
                         rows[key] = _row(key, suite, item, length, answer)
@@ -131,8 +145,8 @@ def read_rows(directory: Path) -> list[EvalRow]:
 
 
 def _real_texts(settings: EvalSettings, host: Host) -> dict[str, Any]:
-    """What the configuration file says of suites of real text, if there are any: which texts, and whether in the chat
-    template of the model."""
+    """What the configuration file says of suites of real text, if there are any: which texts, and
+    whether in the chat template of the model."""
     if not settings.real_texts:
         return {}
     chat = settings.chat is not False and host.chat is not None
@@ -142,13 +156,14 @@ def _real_texts(settings: EvalSettings, host: Host) -> dict[str, Any]:
 
 
 def _items(settings: EvalSettings, *, chat: bool) -> Iterator[tuple[str, str, int, Item]]:
-    """Every item with its cluster, suite and length. Patterns of reuse take turns over all of them, so that few items
-    are drawn as evenly as many."""
+    """Every item with its cluster, suite and length. Patterns of reuse take turns over all of them,
+    so that few items are drawn as evenly as many."""
     patterns, turn = settings.patterns, 0
     for suite in settings.suites:
         for length in settings.lengths:
             turns = patterns[turn:] + patterns[:turn]
-            items = suite.items(settings.seed, settings.items, Shape(length, settings.num_segments, turns))  # type: ignore[arg-type]
+            shape = Shape(length, settings.num_segments, turns)  # type: ignore[arg-type]
+            items = suite.items(settings.seed, settings.items, shape)
             turn = (turn + len(items)) % len(patterns)
             for number, item in enumerate(items):
                 written = replace(item, chat=True) if chat and suite.real_text else item
@@ -156,7 +171,8 @@ def _items(settings: EvalSettings, *, chat: bool) -> Iterator[tuple[str, str, in
 
 
 def _orders(settings: EvalSettings, cluster: str, item: Item) -> list[list[Ask]]:
-    """Other orders of what each prompt of an item has of known text; instruction and question stay."""
+    """Other orders of what each prompt of an item has of known text; instruction and question
+    stay."""
     if not settings.order_noise:
         return []
     known = {segment for segments in item.phase_1 for segment in segments}
@@ -171,7 +187,9 @@ def _orders(settings: EvalSettings, cluster: str, item: Item) -> list[list[Ask]]
 def _row(key: tuple[str, int, str], suite: str, item: Item, length: int, answer: Answer) -> EvalRow:
     cluster, number, policy = key
     ask: Ask = item.phase_2[number]
-    scores = {name: SCORES[name](answer.text, ask.answers) for name in {ask.metric, "exact_match", "f1"}}
+    scores = {
+        name: SCORES[name](answer.text, ask.answers) for name in {ask.metric, "exact_match", "f1"}
+    }
     return EvalRow(
         cluster=cluster,
         number=number,

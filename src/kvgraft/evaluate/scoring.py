@@ -1,8 +1,8 @@
-"""How far a policy is from full recomputation along full's own answer, token by token, and how far full itself is when
-the same text stands in another order: the unit.
+"""How far a policy is from full recomputation along full's own answer, token by token, and how far
+full itself is when the same text stands in another order: the unit.
 
-An answer that is equal to full's has been asked for already; of any other, full's is given and asked about.
-"""
+An answer that is equal to full's has been asked for already; of any other, full's is given and
+asked about."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +27,8 @@ Places = TypeVar("Places", Tensor, Sequence[Mapping[int, float]])
 
 @dataclass(frozen=True)
 class ScoredPlaces(Generic[Places]):
-    """An answer, and what the model thought of the next token at each of its places: logits [n, V], or the
-    log-probabilities of the most likely tokens."""
+    """An answer, and what the model thought of the next token at each of its places: logits [n, V],
+    or the log-probabilities of the most likely tokens."""
 
     tokens: tuple[int, ...]
     places: Places
@@ -40,7 +40,8 @@ def distances(
     give: Callable[[tuple[int, ...]], ScoredPlaces[Places]],
     measure: Callable[[Places, Places, Sequence[int]], dict[str, float]],
 ) -> dict[str, float]:
-    """Distances along full's answer, `truth`; `give` asks again under our policy, with an answer given.
+    """Distances along full's answer, `truth`; `give` asks again under our policy, with an answer
+    given.
 
     Raises:
         ValueError: the answer that was given has not been taken.
@@ -66,8 +67,11 @@ def send(engine: Engine, request: Request) -> Result:
     return result
 
 
-def native_distances(engine: Engine, request: Request, ours: Result, truth: Result) -> dict[str, float]:
-    """Distances of the native engine's answer to a request from that of `full`; both with their logits.
+def native_distances(
+    engine: Engine, request: Request, ours: Result, truth: Result
+) -> dict[str, float]:
+    """Distances of the native engine's answer to a request from that of `full`; both with their
+    logits.
 
     Raises:
         ValueError: as `send`, or an answer has no logits.
@@ -80,8 +84,11 @@ def native_distances(engine: Engine, request: Request, ours: Result, truth: Resu
     return distances(_scored(ours), _scored(truth), give, along)
 
 
-def other_orders(parts: Sequence[Part], movable: Sequence[int], seed: str) -> list[tuple[Part, ...]]:
-    """At most two other orders of the parts at these places, drawn by `seed`; all else stays. None of one part."""
+def other_orders(
+    parts: Sequence[Part], movable: Sequence[int], seed: str
+) -> list[tuple[Part, ...]]:
+    """At most two other orders of the parts at these places, drawn by `seed`; all else stays. None
+    of one part."""
     rng, found = Random(seed), [tuple(parts)]  # noqa: S311
     for _ in range(TRIES):
         order = list(parts)

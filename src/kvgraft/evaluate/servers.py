@@ -1,4 +1,5 @@
-"""A `kvgraft serve` process of one's own: up when it answers, gone with all its children when the caller is done."""
+"""A `kvgraft serve` process of one's own: up when it answers, gone with all its children when the
+caller is done."""
 
 import os
 import signal
@@ -18,8 +19,9 @@ HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 90.0
 LOG_TAIL = 3000  # characters shown of the log of a server that does not start
-# SIGKILL comes when the parent is gone (prctl PR_SET_PDEATHSIG, Linux); the signal stays set across exec. To SIGTERM a
-# server may finish requests, which nobody waits for then. Its engine ends by itself (`vllm/parent_watch.py`).
+# SIGKILL comes when the parent is gone (prctl PR_SET_PDEATHSIG, Linux); the signal stays set across
+# exec. To SIGTERM a server may finish requests, which nobody waits for then. Its engine ends by
+# itself (`vllm/parent_watch.py`).
 _UNTIL_ITS_PARENT_ENDS = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -34,7 +36,8 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCA
 
 @dataclass(frozen=True)
 class Server:
-    """A running server: its base URL without /v1, its process and its log; None: what it says goes where we write."""
+    """A running server: its base URL without /v1, its process and its log; None: what it says goes
+    where we write."""
 
     url: str
     process: subprocess.Popen[bytes]
@@ -70,7 +73,8 @@ def running(
     start_timeout_s: float = START_TIMEOUT_S,
     stop_timeout_s: float = STOP_TIMEOUT_S,
 ) -> Iterator[Server]:
-    """`kvgraft serve` (or `fleet`) with these arguments on a free port of 127.0.0.1, once it answers /health.
+    """`kvgraft serve` (or `fleet`) with these arguments on a free port of 127.0.0.1, once it
+    answers /health.
 
     Args:
         environment: what vLLM reads, on top of ours.
@@ -90,8 +94,8 @@ def running(
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port of 127.0.0.1 that nobody else is given while a server takes its time to start on it: it shares it
-    (SO_REUSEADDR, while this one does not listen), as vLLM's servers do."""
+    """A port of 127.0.0.1 that nobody else is given while a server takes its time to start on it:
+    it shares it (SO_REUSEADDR, while this one does not listen), as vLLM's servers do."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((HOST, 0))
@@ -129,6 +133,14 @@ def _wait_until_healthy(server: Server, timeout_s: float) -> None:
             if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
                 return
         time.sleep(0.5)
-    state = "was not up in time" if server.process.poll() is None else f"ended with {server.process.returncode}"
-    said = server.log.read_text(errors="replace")[-LOG_TAIL:] if server.log is not None else "see its log"
+    state = (
+        "was not up in time"
+        if server.process.poll() is None
+        else f"ended with {server.process.returncode}"
+    )
+    said = (
+        server.log.read_text(errors="replace")[-LOG_TAIL:]
+        if server.log is not None
+        else "see its log"
+    )
     raise RuntimeError(f"the server {state}:\n{said}")

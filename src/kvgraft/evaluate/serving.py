@@ -1,4 +1,5 @@
-"""The demonstration over HTTP: `kvgraft serve`, driven by the official OpenAI client, streaming and not."""
+"""The demonstration over HTTP: `kvgraft serve`, driven by the official OpenAI client, streaming and
+not."""
 
 import re
 import time
@@ -30,7 +31,8 @@ class ServedPrompt:
     """One request: what was asked, what came back, and what the response says of its tokens.
 
     Attributes:
-        ttft_ms: time to the first token if it was streamed, else to the whole answer, in milliseconds.
+        ttft_ms: time to the first token if it was streamed, else to the whole answer, in
+            milliseconds.
         cached_tokens: `usage.prompt_tokens_details.cached_tokens`.
         reason: why nothing was grafted, or None.
     """
@@ -80,7 +82,9 @@ def run_serving_demo(*, seed: int = 0, on_progress: OnProgress | None = None) ->
             rows.append(_send(client, ask))
             if on_progress is not None:
                 on_progress(done, len(asks))
-        return ServingReport(f"kvgraft serve {' '.join(SERVER_FLAGS)}", tuple(rows), _metrics(server))
+        return ServingReport(
+            f"kvgraft serve {' '.join(SERVER_FLAGS)}", tuple(rows), _metrics(server)
+        )
 
 
 @dataclass(frozen=True)
@@ -143,8 +147,8 @@ def render(report: ServingReport) -> RenderableType:
     """A table of the requests, 80 columns wide, and the metrics, for a rich console."""
     table = Table(
         title=f"over HTTP: {report.command}, official OpenAI client",
-        caption="ms: to the first token where streamed, else to the end of the answer; tokens of the prompt by kind, "
-        "redone: computed again of the continued and the grafted",
+        caption="ms: to the first token where streamed, else to the end of the answer; tokens of "
+        "the prompt by kind, redone: computed again of the continued and the grafted",
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE,
@@ -159,9 +163,16 @@ def render(report: ServingReport) -> RenderableType:
         word, *_ = row.answer.split() or [""]
         answer = f"{word} ({row.expected})" if row.expected else word
         table.add_row(row.request, f"{row.ttft_ms:.0f}", *map(str, numbers), answer)
-    return Group(table, Text("/metrics", style="bold"), Text("\n".join(_shorten(report.metrics)), style="dim"))
+    return Group(
+        table,
+        Text("/metrics", style="bold"),
+        Text("\n".join(_shorten(report.metrics)), style="dim"),
+    )
 
 
 def _shorten(metrics: Sequence[str]) -> list[str]:
     """Without the labels that are the same everywhere."""
-    return [re.sub(rf'engine="0",?|,?model_name="{MODEL}"', "", line).replace("{,", "{") for line in metrics]
+    return [
+        re.sub(rf'engine="0",?|,?model_name="{MODEL}"', "", line).replace("{,", "{")
+        for line in metrics
+    ]

@@ -1,5 +1,6 @@
-"""What figures are worth: bootstrap intervals, paired differences, exact tests; and how far two next-token
-distributions are apart. Everything that compares anything here takes its statistics from this module.
+"""What figures are worth: bootstrap intervals, paired differences, exact tests; and how far two
+next-token distributions are apart. Everything that compares anything here takes its statistics from
+this module.
 
 `scipy.stats` takes a second to load, so functions import it.
 """
@@ -35,14 +36,17 @@ def bootstrap(
     """95 % percentile interval of a statistic, by default of the mean.
 
     Args:
-        clusters: what belongs to one of them (questions about one text, episodes of one cache) is drawn together; None:
-            each value is one of its own. Of fewer than two nothing can be said (NaN).
+        clusters: what belongs to one of them (questions about one text, episodes of one cache) is
+            drawn together; None: each value is one of its own. Of fewer than two nothing can be
+            said (NaN).
     """
     groups = _group(values, range(len(values)) if clusters is None else clusters)
     if len(groups) < 2:
         return nan, nan
     if of is np.mean:  # all resamples at a time, as arrays
-        sums, counts = (np.array([function(group) for group in groups], float) for function in (np.sum, len))
+        sums, counts = (
+            np.array([function(group) for group in groups], float) for function in (np.sum, len)
+        )
         return _resampled_ratio(sums, counts, seed)
 
     def any_statistic(drawn: np.ndarray) -> float:
@@ -54,9 +58,10 @@ def bootstrap(
 def bootstrap_share(
     values: Sequence[float], clusters: Sequence[Hashable], least: float = 0.0, seed: int = 0
 ) -> tuple[float, float]:
-    """95 % interval of a mean of shares, or of differences of shares (from `least` to 1): the wider one of `bootstrap`
-    by cluster and value by value. Resamples hold nothing that was not seen; so where no value is the least, or none is
-    1, as many may be that as Wilson's interval of none in so many allows."""
+    """95 % interval of a mean of shares, or of differences of shares (from `least` to 1): the wider
+    one of `bootstrap` by cluster and value by value. Resamples hold nothing that was not seen; so
+    where no value is the least, or none is 1, as many may be that as Wilson's interval of none in
+    so many allows."""
     low, high = bootstrap(values, clusters, seed=seed)
     if isnan(low):
         return nan, nan
@@ -78,12 +83,17 @@ def paired_difference(
 
 
 def paired_ratio(
-    ours: Sequence[float], theirs: Sequence[float], clusters: Sequence[Hashable] | None = None, seed: int = 0
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    clusters: Sequence[Hashable] | None = None,
+    seed: int = 0,
 ) -> Estimate:
-    """The mean of ours divided by that of theirs, with its interval (see `bootstrap`; of a pair both are drawn). NaN
-    where theirs are all 0."""
+    """The mean of ours divided by that of theirs, with its interval (see `bootstrap`; of a pair
+    both are drawn). NaN where theirs are all 0."""
     whole = range(len(ours)) if clusters is None else clusters
-    tops, bottoms = (np.array([group.sum() for group in _group(side, whole)]) for side in (ours, theirs))
+    tops, bottoms = (
+        np.array([group.sum() for group in _group(side, whole)]) for side in (ours, theirs)
+    )
     if not bottoms.any():
         return Estimate(nan, nan, nan)
     interval = _resampled_ratio(tops, bottoms, seed) if len(tops) > 1 else (nan, nan)
@@ -91,10 +101,13 @@ def paired_ratio(
 
 
 def paired_p(
-    ours: Sequence[float], theirs: Sequence[float], clusters: Sequence[Hashable] | None = None, seed: int = 0
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    clusters: Sequence[Hashable] | None = None,
+    seed: int = 0,
 ) -> float:
-    """Two-sided p of a permutation test that pairs differ by nothing but chance: the sides of each cluster (each pair,
-    if None) are exchanged at random. 1 where no pair differs."""
+    """Two-sided p of a permutation test that pairs differ by nothing but chance: the sides of each
+    cluster (each pair, if None) are exchanged at random. 1 where no pair differs."""
     from scipy import stats
 
     differences = [one - other for one, other in zip(ours, theirs, strict=True)]
@@ -118,16 +131,16 @@ def wilson(successes: int, count: int) -> tuple[float, float]:
 
 
 def mcnemar(lost: int, won: int) -> float:
-    """Two-sided p of McNemar's exact test: so uneven a split of the pairs that differ, if both sides are equally
-    likely."""
+    """Two-sided p of McNemar's exact test: so uneven a split of the pairs that differ, if both
+    sides are equally likely."""
     from scipy import stats
 
     return float(stats.binomtest(won, lost + won).pvalue) if lost + won else 1.0
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p of each of several tests, corrected for their number (Holm, 1979): below a level with all tests' risk of one
-    false finding below it."""
+    """p of each of several tests, corrected for their number (Holm, 1979): below a level with all
+    tests' risk of one false finding below it."""
     order = np.argsort(p_values, kind="stable")
     corrected, greatest = [0.0] * len(p_values), 0.0
     for rank, number in enumerate(order):

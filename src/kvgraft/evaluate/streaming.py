@@ -1,4 +1,5 @@
-"""One streamed completion of an OpenAI-compatible server: its time, its report, what it tells of each token."""
+"""One streamed completion of an OpenAI-compatible server: its time, its report, what it tells of
+each token."""
 
 import json
 import time
@@ -19,7 +20,8 @@ class Completion:
         first_s: seconds to the first token.
         report: KVGraft's; empty where there is none.
         tokens: ids of the answer.
-        places: at each of them, log-probabilities by token id: of that token and of the most likely ones.
+        places: at each of them, log-probabilities by token id: of that token and of the most likely
+            ones.
     """
 
     text: str = ""
@@ -30,7 +32,8 @@ class Completion:
 
 
 def stream(client: httpx.Client, url: str, body: Mapping[str, Any], most_likely: int) -> Completion:
-    """Ask `/v1/completions` for one answer, with the log-probabilities of so many tokens at each of its places.
+    """Ask `/v1/completions` for one answer, with the log-probabilities of so many tokens at each of
+    its places.
 
     Raises:
         ValueError: the server refuses, breaks off, or tells no log-probabilities.
@@ -42,7 +45,9 @@ def stream(client: httpx.Client, url: str, body: Mapping[str, Any], most_likely:
     found, start = Completion(), time.perf_counter()
     with client.stream("POST", f"{url}/v1/completions", json={**body, **asked}) as response:
         if response.status_code != 200:
-            raise ValueError(f"{url} refused a prompt: {response.read().decode(errors='replace')[:500]}")
+            raise ValueError(
+                f"{url} refused a prompt: {response.read().decode(errors='replace')[:500]}"
+            )
         for chunk in _chunks(response):
             if "error" in chunk:
                 raise ValueError(f"{url} broke off an answer: {chunk['error']}")
@@ -65,4 +70,6 @@ def _chunks(response: httpx.Response) -> Iterator[Mapping[str, Any]]:
 def _add(found: Completion, told: Mapping[str, Sequence[Any]]) -> None:
     found.tokens += [int(token.removeprefix(_TOKEN)) for token in told.get("tokens", ())]
     for places in told.get("top_logprobs", ()):
-        found.places.append({int(token.removeprefix(_TOKEN)): value for token, value in places.items()})
+        found.places.append(
+            {int(token.removeprefix(_TOKEN)): value for token, value in places.items()}
+        )

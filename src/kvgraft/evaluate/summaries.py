@@ -1,4 +1,5 @@
-"""What the rows of an evaluation say of each policy: means, intervals, and distances in units of order noise."""
+"""What the rows of an evaluation say of each policy: means, intervals, and distances in units of
+order noise."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,13 @@ from typing import Any
 from kvgraft.evaluate.hosts import Answer
 from kvgraft.evaluate.runner import EvalRow
 from kvgraft.evaluate.scoring import ORDER_NOISE
-from kvgraft.evaluate.statistics import Estimate, bootstrap, bootstrap_share, paired_difference, paired_ratio
+from kvgraft.evaluate.statistics import (
+    Estimate,
+    bootstrap,
+    bootstrap_share,
+    paired_difference,
+    paired_ratio,
+)
 
 ByPrompt = Mapping[tuple[str, int], EvalRow]  # cluster and number: one of its rows
 Interval = Callable[[Sequence[float], Sequence[str]], tuple[float, float]]
@@ -22,26 +29,33 @@ class Summary:
 
     Attributes:
         group: what the rows have in common.
-        score, low, high: mean score by the tasks' own metrics, with its 95 % bootstrap interval (drawn by item; NaN of
-            a single one).
+        score, low, high: mean score by the tasks' own metrics, with its 95 % bootstrap interval
+            (drawn by item; NaN of a single one).
         of_full: score divided by that of `full` on the same prompts.
-        beyond_full, beyond_low, beyond_high: mean of the differences from `full`, prompt by prompt, with its interval.
+        beyond_full, beyond_low, beyond_high: mean of the differences from `full`, prompt by prompt,
+            with its interval.
         exact_match, f1: means of these.
         reused: grafted tokens of the prompt tokens.
         recomputed: of the grafted tokens, computed again in the last layer.
-        work: grafted (token, layer) pairs computed, probes included, of all grafted ones: what is computed beyond the
-            fresh tokens.
-        flops: floating-point operations of prefill, of those of `full` on the same prompts; NaN where nobody counts.
-            `ffn_flops` are those of FFNs, of full's there, `attention_flops` all others, of full's.
+        work: grafted (token, layer) pairs computed, probes included, of all grafted ones: what is
+            computed beyond the fresh tokens.
+        flops: floating-point operations of prefill, of those of `full` on the same prompts; NaN
+            where nobody counts. `ffn_flops` are those of FFNs, of full's there, `attention_flops`
+            all others, of full's.
         kept: of the prompt's tokens, in the cache when the answer begins.
         promoted: heads that were promoted to see everything, mean per prompt.
         kv_mib: most that keys and values took at a time, mean per prompt.
-        ttft_ms: median time to the first token; `speedup`: median over prompts of full's divided by this one's.
-        kl, top1, top10, cosine: of the first token against `full`; NaN where the host does not tell.
+        ttft_ms: median time to the first token; `speedup`: median over prompts of full's divided by
+            this one's.
+        kl, top1, top10, cosine: of the first token against `full`; NaN where the host does not
+            tell.
         fallbacks: prompts whose grafts were not used.
-        answer_kl, flips, loglik: means of these distances along full's own answer, see `metrics.along`.
-        kl_per_noise: `answer_kl` divided by that of order noise on the same prompts; NaN where nobody asked for that.
-        kl_tokens: most likely tokens by which divergences are told, all others as one; 0: the whole vocabulary.
+        answer_kl, flips, loglik: means of these distances along full's own answer, see
+            `metrics.along`.
+        kl_per_noise: `answer_kl` divided by that of order noise on the same prompts; NaN where
+            nobody asked for that.
+        kl_tokens: most likely tokens by which divergences are told, all others as one; 0: the whole
+            vocabulary.
     """
 
     group: str
@@ -85,7 +99,9 @@ GROUPINGS: dict[str, Callable[[EvalRow], str]] = {
     "task": lambda row: f"{row.suite}/{row.task}",
     "length": lambda row: str(row.length),
     "pattern": lambda row: row.pattern,
-    "across segments": lambda row: "facts in several segments" if row.crosses else "facts in one segment",
+    "across segments": lambda row: (
+        "facts in several segments" if row.crosses else "facts in one segment"
+    ),
 }
 
 
@@ -93,7 +109,8 @@ def summarise(rows: Sequence[EvalRow], grouping: str) -> list[Summary]:
     """One summary for each group and policy, in the order in which they appear."""
     group_of = GROUPINGS[grouping]
     full, noise = (
-        {(row.cluster, row.number): row for row in rows if row.policy == policy} for policy in ("full", ORDER_NOISE)
+        {(row.cluster, row.number): row for row in rows if row.policy == policy}
+        for policy in ("full", ORDER_NOISE)
     )
     groups: dict[tuple[str, str], list[EvalRow]] = {}
     for row in rows:
@@ -103,7 +120,9 @@ def summarise(rows: Sequence[EvalRow], grouping: str) -> list[Summary]:
     return [_summary(group, policy, groups[group, policy], full, noise) for group, policy in ranked]
 
 
-def _summary(group: str, policy: str, rows: Sequence[EvalRow], full: ByPrompt, noise: ByPrompt) -> Summary:
+def _summary(
+    group: str, policy: str, rows: Sequence[EvalRow], full: ByPrompt, noise: ByPrompt
+) -> Summary:
     scores = [row.score for row in rows]
     clusters = [row.cluster for row in rows]
     low, high = bootstrap(scores, clusters)
@@ -111,7 +130,11 @@ def _summary(group: str, policy: str, rows: Sequence[EvalRow], full: ByPrompt, n
     beyond = paired_difference(scores, [row.score for row in truth], clusters)
     answers = [row.answer for row in rows]
     grafted = sum(answer.grafted for answer in answers)
-    extra = sum(max(0.0, answer.computed * answer.prompt - answer.fresh) for answer in answers if answer.grafted)
+    extra = sum(
+        max(0.0, answer.computed * answer.prompt - answer.fresh)
+        for answer in answers
+        if answer.grafted
+    )
 
     def share(count: Callable[[Answer], int]) -> float:
         return sum(map(count, answers)) / (sum(count(row.answer) for row in truth) or nan)
@@ -142,7 +165,9 @@ def _summary(group: str, policy: str, rows: Sequence[EvalRow], full: ByPrompt, n
         promoted=mean(answer.counts.get("promoted_heads", 0) for answer in answers),
         kv_mib=mean(answer.kv_bytes for answer in answers) / 2**20,
         ttft_ms=1000 * median(answer.ttft_s for answer in answers),
-        speedup=median(f.answer.ttft_s / row.answer.ttft_s for f, row in zip(truth, rows, strict=True)),
+        speedup=median(
+            f.answer.ttft_s / row.answer.ttft_s for f, row in zip(truth, rows, strict=True)
+        ),
         kl=distance("kl"),
         top1=distance("top1"),
         top10=distance("top10"),
@@ -156,12 +181,17 @@ def _along(rows: Sequence[EvalRow], noise: ByPrompt) -> dict[str, Any]:
     """What a summary says of distances along full's answer."""
     clusters = [row.cluster for row in rows]
     kl, flips, loglik = (_told(rows, name) for name in ("answer_kl", "flips", "loglik"))
-    unit = _told([noise[row.cluster, row.number] for row in rows if (row.cluster, row.number) in noise], "answer_kl")
+    unit = _told(
+        [noise[row.cluster, row.number] for row in rows if (row.cluster, row.number) in noise],
+        "answer_kl",
+    )
     return {
         "answer_kl": _estimate(kl, clusters),
         "flips": _estimate(flips, clusters, bootstrap_share),
         "loglik": _estimate(loglik, clusters),
-        "kl_per_noise": paired_ratio(kl, unit, clusters) if len(kl) == len(unit) == len(rows) else UNKNOWN,
+        "kl_per_noise": paired_ratio(kl, unit, clusters)
+        if len(kl) == len(unit) == len(rows)
+        else UNKNOWN,
         "kl_tokens": max(row.answer.kl_tokens for row in rows),
     }
 
@@ -172,7 +202,9 @@ def _told(rows: Sequence[EvalRow], name: str) -> list[float]:
     return [] if any(map(isnan, values)) else values
 
 
-def _estimate(values: Sequence[float], clusters: Sequence[str], interval: Interval = bootstrap) -> Estimate:
+def _estimate(
+    values: Sequence[float], clusters: Sequence[str], interval: Interval = bootstrap
+) -> Estimate:
     return Estimate(mean(values), *interval(values, clusters)) if values else UNKNOWN
 
 

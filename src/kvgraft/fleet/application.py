@@ -1,4 +1,5 @@
-"""A fleet as an application of Ray Serve: from a command line, or from a configuration file of Ray."""
+"""A fleet as an application of Ray Serve: from a command line, or from a configuration file of
+Ray."""
 
 import os
 import secrets
@@ -32,11 +33,12 @@ QUIET = LoggingConfig(enable_access_log=False)  # the servers log requests alrea
 
 
 def build(args: Mapping[str, Any]) -> Application:
-    """The application, from the fields of `FleetOptions`: `import_path: kvgraft.fleet.application:build`.
+    """The application, from the fields of `FleetOptions`: `import_path:
+    kvgraft.fleet.application:build`.
 
     Raises:
-        ValueError: unknown fields, flags that cannot be served, or neither API keys nor --kvgraft-single-tenant: where
-            Ray listens is not known here.
+        ValueError: unknown fields, flags that cannot be served, or neither API keys nor
+            --kvgraft-single-tenant: where Ray listens is not known here.
     """
     options = msgspec.convert(dict(args), FleetOptions)
     _check_exposure(options, host=None)
@@ -51,7 +53,11 @@ def application(options: FleetOptions) -> Application:
 
 
 def assemble(
-    options: FleetOptions, keys: Keys, names: Sequence[str], alike: EnvironmentCheck, program: Sequence[str] = KVGRAFT
+    options: FleetOptions,
+    keys: Keys,
+    names: Sequence[str],
+    alike: EnvironmentCheck,
+    program: Sequence[str] = KVGRAFT,
 ) -> Application:
     """As `application`, of what was checked. Servers run `program` (see `running`)."""
     routing: dict[str, Any] = {
@@ -82,15 +88,20 @@ def assemble(
 
 
 def must_be_alike(options: FleetOptions) -> list[str]:
-    """Environment variables that all machines must have alike. A secret that is not set here others may have."""
+    """Environment variables that all machines must have alike. A secret that is not set here others
+    may have."""
     served = _served(options)
     flags = {API_KEY: served.api_key, ADMIN_KEY: getattr(served, "kvgraft_admin_key", None)}
-    return [*(name for name, given in flags.items() if given is None), *({CACHE_SECRET} & os.environ.keys())]
+    return [
+        *(name for name, given in flags.items() if given is None),
+        *({CACHE_SECRET} & os.environ.keys()),
+    ]
 
 
 def run(options: FleetOptions, args: Namespace) -> None:
-    """`kvgraft fleet`: serve on this machine until it is told to stop, by SIGTERM or Ctrl-C, then finish what is in
-    flight. On a Ray cluster: start the fleet, or replace the one that runs there step by step, and leave it there.
+    """`kvgraft fleet`: serve on this machine until it is told to stop, by SIGTERM or Ctrl-C, then
+    finish what is in flight. On a Ray cluster: start the fleet, or replace the one that runs there
+    step by step, and leave it there.
 
     Args:
         options, args: see `read_command`.
@@ -130,7 +141,11 @@ def start_ray(options: FleetOptions, host: str, port: int, address: str | None =
     """A Ray of our own, or the one at this address, and its Serve, which will listen there."""
     if address is None:
         _close_ray()
-        ray.init(num_cpus=max(1, round(options.cpus * (_most(options) + 1))), include_dashboard=False, namespace=NAME)
+        ray.init(
+            num_cpus=max(1, round(options.cpus * (_most(options) + 1))),
+            include_dashboard=False,
+            namespace=NAME,
+        )
     else:
         ray.init(address=address, namespace=NAME)
     http = HTTPOptions(host=host, port=port, location=ProxyLocation.HeadOnly)
@@ -138,9 +153,12 @@ def start_ray(options: FleetOptions, host: str, port: int, address: str | None =
 
 
 def _close_ray() -> None:
-    """Let only processes of this fleet use its Ray, which listens on all interfaces. Where the operator has set nothing
-    else, Ray wants a token; its own would lie in a file that others may read."""
-    if not any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+    """Let only processes of this fleet use its Ray, which listens on all interfaces. Where the
+    operator has set nothing else, Ray wants a token; its own would lie in a file that others may
+    read."""
+    if not any(
+        name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    ):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
@@ -177,7 +195,11 @@ def _served(options: FleetOptions) -> Namespace:
 
 
 def _environment(options: FleetOptions) -> dict[str, str]:
-    """What its servers get beside ours: on CPUs, several of them must not bind to the same cores."""
+    """What its servers get beside ours: on CPUs, several of them must not bind to the same
+    cores."""
     if options.gpus or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return {}
-    return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(1, int(options.cpus)))}
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(max(1, int(options.cpus))),
+    }

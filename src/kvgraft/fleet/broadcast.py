@@ -7,9 +7,11 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 
-async def ask_all(replicas: DeploymentHandle, method: str, *args: Any, within_s: float) -> list[Any]:
-    """What each replica answers, or an exception: TimeoutError of one that has not in so many seconds. Nothing where
-    there is no replica."""
+async def ask_all(
+    replicas: DeploymentHandle, method: str, *args: Any, within_s: float
+) -> list[Any]:
+    """What each replica answers, or an exception: TimeoutError of one that has not in so many
+    seconds. Nothing where there is no replica."""
     deadline = asyncio.get_running_loop().time() + within_s
 
     async def answer_of(asked: Any) -> Any:

@@ -1,4 +1,5 @@
-"""The end of a fleet on one machine: nothing new is taken, what is in flight ends or is cut, servers end."""
+"""The end of a fleet on one machine: nothing new is taken, what is in flight ends or is cut,
+servers end."""
 
 import asyncio
 

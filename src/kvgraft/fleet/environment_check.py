@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class EnvironmentCheck:
-    """Environment variables as they are where a fleet is started: their digests, which tell nothing but whether another
-    machine has the same value."""
+    """Environment variables as they are where a fleet is started: their digests, which tell nothing
+    but whether another machine has the same value."""
 
     salt: bytes = field(repr=False)
     digests: dict[str, bytes] = field(repr=False)
@@ -23,9 +23,12 @@ class EnvironmentCheck:
 
     def check(self) -> None:
         """Raise ValueError, with their names, if some differ here."""
-        if others := [name for name, digest in self.digests.items() if _digest(self.salt, name) != digest]:
+        if others := [
+            name for name, digest in self.digests.items() if _digest(self.salt, name) != digest
+        ]:
             raise ValueError(
-                f"{', '.join(others)}: not the same here as where the fleet was started: all nodes need the same value"
+                f"{', '.join(others)}: not the same here as where the fleet was started: all nodes "
+                "need the same value"
             )
 
 

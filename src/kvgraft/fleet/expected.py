@@ -1,4 +1,5 @@
-"""How long a prompt would take to its first token on each server, by what these hold and by what waits there."""
+"""How long a prompt would take to its first token on each server, by what these hold and by what
+waits there."""
 
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ class Expected:
     """Of one prompt, by server: float64 [servers] each.
 
     Attributes:
-        prefix_tokens, grafted_tokens: that would be there, as a beginning and elsewhere; the others are computed.
+        prefix_tokens, grafted_tokens: that would be there, as a beginning and elsewhere; the others
+            are computed.
         prefill_s: seconds of its own prefill.
     """
 
@@ -42,7 +44,8 @@ def expect(
         work: share of what is grafted that is computed all the same.
     """
     num_tokens = text.num_bytes / bytes_per_token
-    beginning = np.logical_and.accumulate(known & begun, axis=1)  # no gap: one bit that is set by chance says little
+    # no gap: one bit that is set by chance says little
+    beginning = np.logical_and.accumulate(known & begun, axis=1)
     last = beginning.sum(axis=1)  # how many fingerprints the beginning has
     prefix = np.append(0, text.places)[last] / bytes_per_token
     behind = np.arange(known.shape[1]) >= last[:, None]

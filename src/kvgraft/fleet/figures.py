@@ -6,12 +6,34 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-_MS = (0.1, 0.25, 0.375, 0.5, 0.625, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 7.5, 10, 25, 50, 250)
+_MS = (
+    0.1,
+    0.25,
+    0.375,
+    0.5,
+    0.625,
+    0.75,
+    1,
+    1.25,
+    1.5,
+    1.75,
+    2,
+    2.5,
+    3,
+    4,
+    5,
+    7.5,
+    10,
+    25,
+    50,
+    250,
+)
 SECONDS = tuple(ms / 1000 for ms in _MS)
 
 
 def _show(counter: Counter, *values: str) -> None:
-    """Have these values of its label from the start, at 0: `increase()` sees no first event otherwise."""
+    """Have these values of its label from the start, at 0: `increase()` sees no first event
+    otherwise."""
     for value in values:
         counter.labels(value)
 
@@ -29,17 +51,21 @@ class Figures:
         )
         self.routing = Histogram(
             "kvgraft:fleet_routing_seconds",
-            "Time to find the fingerprints of a prompt, and to rank the servers: fingerprints, ranking.",
+            "Time to find the fingerprints of a prompt, and to rank the servers: fingerprints, "
+            "ranking.",
             ["part"],
             buckets=SECONDS,
             registry=self.registry,
         )
         self.known = Counter(
-            "kvgraft:fleet_known_tokens", "Prompt tokens expected to be there.", registry=self.registry
+            "kvgraft:fleet_known_tokens",
+            "Prompt tokens expected to be there.",
+            registry=self.registry,
         )
         self.failed = Counter(
             "kvgraft:fleet_failed",
-            "Requests whose server failed: at attempt 1 (it was tried again), 2, or within a stream.",
+            "Requests whose server failed: at attempt 1 (it was tried again), 2, or within a "
+            "stream.",
             ["at"],
             registry=self.registry,
         )
@@ -57,7 +83,8 @@ class ReplicaFigures:
         self.registry = CollectorRegistry()
         self.taken_over = Counter(
             "kvgraft:fleet_taken_over",
-            "What other servers were told before this one started, by whether it could be done here: done, failed.",
+            "What other servers were told before this one started, by whether it could be done "
+            "here: done, failed.",
             ["outcome"],
             registry=self.registry,
         )
@@ -70,7 +97,8 @@ def shown(name: str) -> bytes:
 
 
 def labelled(texts: Iterable[tuple[str, str]]) -> bytes:
-    """The metrics of servers, by their names, as one text: each sample says which replica's it is."""
+    """The metrics of servers, by their names, as one text: each sample says which replica's it
+    is."""
     families: dict[str, Metric] = {}
     for name, text in texts:
         for family in _with_label(text_string_to_metric_families(text), "replica", name):
@@ -83,7 +111,9 @@ def labelled(texts: Iterable[tuple[str, str]]) -> bytes:
 def _with_label(families: Iterable[Metric], label: str, value: str) -> Iterable[Metric]:
     for family in families:
         found = Metric(family.name, family.documentation, family.type)
-        found.samples = [sample._replace(labels={**sample.labels, label: value}) for sample in family.samples]
+        found.samples = [
+            sample._replace(labels={**sample.labels, label: value}) for sample in family.samples
+        ]
         yield found
 
 

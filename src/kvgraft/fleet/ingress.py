@@ -1,4 +1,5 @@
-"""The one endpoint of a fleet: who asks, by which text a request is routed, and what is tried again."""
+"""The one endpoint of a fleet: who asks, by which text a request is routed, and what is tried
+again."""
 
 import asyncio
 import logging
@@ -21,7 +22,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvgraft.fleet.broadcast import ask_all
 from kvgraft.fleet.figures import FIGURES, labelled, shown
-from kvgraft.fleet.requests import FleetRequest, Head, ServerFailed, decoded, narrowed_by, scope_of, texts_of
+from kvgraft.fleet.requests import (
+    FleetRequest,
+    Head,
+    ServerFailed,
+    decoded,
+    narrowed_by,
+    scope_of,
+    texts_of,
+)
 from kvgraft.fleet.state_log import CHANGE_S, PATHS, ReplayedState, StateLog
 from kvgraft.segments.fingerprints import Fingerprints
 from kvgraft.vllm.server.access import PAGE, PAGE_ROUTES, Access, access
@@ -38,7 +47,8 @@ PROMPTED = frozenset(
 LOOK_S = 8.0  # for which it is waited what servers say of themselves: scrapers wait for 10
 TOLD_S = 5.0  # or what they were told
 SHOWN_S = 1.0  # for which metrics are shown again
-RETRY_S = 10  # after which clients of a fleet that ends may ask again: another one may be there then
+# after which clients of a fleet that ends may ask again: another one may be there then
+RETRY_S = 10
 LAST = b"data: [DONE]\n\n"  # of a stream
 CUT_S = 1.0  # in which a stream has its next token
 LONG = 1 << 16  # bytes of a body that others need not wait for
@@ -49,17 +59,20 @@ logger = logging.getLogger("ray.serve")
 class Ingress:
     """Takes the requests of all clients and passes them on to replicas.
 
-    A request is tried a second time if its replica fails before anything of the answer was sent on; what fails later
-    ends with an error, in a stream as an event.
+    A request is tried a second time if its replica fails before anything of the answer was sent on;
+    what fails later ends with an error, in a stream as an event.
 
     Args:
         replicas: handle of the deployment of `Replica`.
         keys: API keys and admin key, as those of the servers.
         names: under which the model is served; a request with another one is for an adapter.
-        secret: at most 64 bytes that all replicas of this deployment share, of which fingerprints are made.
+        secret: at most 64 bytes that all replicas of this deployment share, of which fingerprints
+            are made.
     """
 
-    def __init__(self, replicas: DeploymentHandle, keys: Keys, names: Sequence[str], secret: bytes) -> None:
+    def __init__(
+        self, replicas: DeploymentHandle, keys: Keys, names: Sequence[str], secret: bytes
+    ) -> None:
         self._replicas = replicas
         self._streams = replicas.options(stream=True)
         self._keyring, self._names, self._secret = Keyring(keys), frozenset(names), secret
@@ -98,8 +111,8 @@ class Ingress:
         return await self._ask_one(passed_on)
 
     def _authenticate(self, request: Request) -> Principal | None:
-        """Who asks; None where that does not matter: of a body nothing is read then. What a key allows its server
-        decides."""
+        """Who asks; None where that does not matter: of a body nothing is read then. What a key
+        allows its server decides."""
         path = request.url.path
         if access(path) is Access.OPEN:
             return None
@@ -122,7 +135,9 @@ class Ingress:
         with FIGURES.routing.labels("fingerprints").time():
             parts = narrowed_by(request, self._names)
             scope = scope_of(self._secret, principal.tenant.identity, *parts)
-            return Fingerprints.joined(Fingerprints.of(text.encode(errors="replace"), scope) for text in texts)
+            return Fingerprints.joined(
+                Fingerprints.of(text.encode(errors="replace"), scope) for text in texts
+            )
 
     async def _ask_one(self, request: FleetRequest) -> Response:
         for attempt in (1, 2):
@@ -151,13 +166,14 @@ class Ingress:
         return Refused(503, "two replicas have failed before they answered").response
 
     async def _rest(self, first: bytes, answer: Any) -> AsyncGenerator[bytes]:
-        """A stream as it comes. If the client leaves, so does the request; if the replica fails, or the
-        fleet ends, the client is told."""
+        """A stream as it comes. If the client leaves, so does the request; if the replica fails, or
+        the fleet ends, the client is told."""
         try:
             yield first
             async for chunk in answer:
                 yield chunk
-                if self._is_cut and chunk.endswith(b"\n\n") and not chunk.endswith(LAST):  # a whole event
+                # a whole event
+                if self._is_cut and chunk.endswith(b"\n\n") and not chunk.endswith(LAST):
                     yield _error("this fleet has ended")
                     return
         except (*FAILED, RayTaskError) as error:
@@ -178,8 +194,8 @@ class Ingress:
         return together(answers)
 
     async def drain(self, within_s: float) -> int:
-        """Refuse new requests from now on, and wait so many seconds for those in flight. Then streams end with an error
-        at their next token; how many requests are left."""
+        """Refuse new requests from now on, and wait so many seconds for those in flight. Then
+        streams end with an error at their next token; how many requests are left."""
         self._is_closing = True
         for seconds in (within_s, CUT_S):
             deadline = time.monotonic() + seconds
@@ -189,7 +205,8 @@ class Ingress:
         return len(self._in_flight)
 
     async def told(self) -> ReplayedState:
-        """What servers were told, for one that starts. What was before this ingress they know themselves."""
+        """What servers were told, for one that starts. What was before this ingress they know
+        themselves."""
         if not self._has_learnt:
             answers = await self._say("told", TOLD_S)
             self._state_log.learn(answers)
@@ -202,7 +219,8 @@ class Ingress:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def _metrics(self) -> bytes:
-        """Anybody may ask for them: servers are asked once for all who do so until they have answered, and a second."""
+        """Anybody may ask for them: servers are asked once for all who do so until they have
+        answered, and a second."""
         if self._shown is None or (self._shown.done() and time.monotonic() > self._shown_until):
             self._shown = asyncio.create_task(self._asked_metrics())
         return await asyncio.shield(self._shown)
@@ -217,18 +235,26 @@ class Ingress:
     async def _status(self, principal: Principal | None) -> Response:
         if principal is None or not (principal.is_admin or self._keyring.has_one_tenant):
             return Refused(403, "this needs the admin key").response
-        return JSONResponse({"replicas": sorted(await self._say("describe"), key=lambda told: str(told["name"]))})
+        return JSONResponse(
+            {"replicas": sorted(await self._say("describe"), key=lambda told: str(told["name"]))}
+        )
 
 
 def together(answers: Sequence[tuple[Head, bytes] | BaseException]) -> Response:
-    """What the client is told of a change: the first answer if all servers say the same, else how many have done it."""
+    """What the client is told of a change: the first answer if all servers say the same, else how
+    many have done it."""
     given = [answer for answer in answers if not isinstance(answer, BaseException)]
     refusals = [answer for answer in given if answer[0].status >= HTTPStatus.BAD_REQUEST]
     num_done, num_silent = len(given) - len(refusals), len(answers) - len(given)
     if not answers:
-        return Refused(503, "no server is there: none has started yet, or all were idle and have ended").response
+        return Refused(
+            503, "no server is there: none has started yet, or all were idle and have ended"
+        ).response
     if num_silent:
-        told = f"{num_done} of {len(answers)} servers have done this, {num_silent} failed or did not answer in time"
+        told = (
+            f"{num_done} of {len(answers)} servers have done this, {num_silent} failed or did not "
+            "answer in time"
+        )
         return Refused(503, f"{told}, and may do it later: ask again").response
     if refusals and num_done:
         head, body = refusals[0]

@@ -1,11 +1,13 @@
-"""Seconds that really pass for each one that is expected: by a server, its load, and whatever shares its machine."""
+"""Seconds that really pass for each one that is expected: by a server, its load, and whatever
+shares its machine."""
 
 MEMORY = 0.9  # weight of what was known with each new prompt: some ten count
 FASTEST, SLOWEST = 1e-6, 1e3  # costs may be given in tokens instead of seconds
 
 
 class LatencyCalibration:
-    """Of one server; 1 until it has answered. Expected and real seconds are summed, so long prompts count for more."""
+    """Of one server; 1 until it has answered. Expected and real seconds are summed, so long prompts
+    count for more."""
 
     def __init__(self) -> None:
         self._expected = self._real = 0.0

@@ -1,4 +1,5 @@
-"""The command line of a fleet, and its options; Ray, whose import takes seconds, is not needed to read them."""
+"""The command line of a fleet, and its options; Ray, whose import takes seconds, is not needed to
+read them."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ OWN = ("--host", "--port", "--uds")  # flags that a fleet gives its servers
 
 
 class FleetOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fleet. The fields are the `args` of an application in a configuration file of Ray Serve, too.
+    """A fleet. The fields are the `args` of an application in a configuration file of Ray Serve,
+    too.
 
     Attributes:
         model: directory or name; None: the bundled one.
@@ -66,10 +68,12 @@ class FleetOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_command(arguments: Sequence[str]) -> tuple[FleetOptions, Namespace]:
-    """Options of a fleet, and where it listens (`host`, `port`, `address` of a Ray cluster), from a command line.
+    """Options of a fleet, and where it listens (`host`, `port`, `address` of a Ray cluster), from a
+    command line.
 
     Raises:
-        ValueError: what was given does not go together, or cannot be served, as far as that is seen without vLLM.
+        ValueError: what was given does not go together, or cannot be served, as far as that is seen
+            without vLLM.
     """
     args, rest = _parser().parse_known_args(list(arguments))
     options = _options(args, rest)
@@ -78,8 +82,8 @@ def read_command(arguments: Sequence[str]) -> tuple[FleetOptions, Namespace]:
 
 
 def _check(options: FleetOptions, args: Namespace) -> None:
-    """Refuse in seconds what can be seen without vLLM. Paths and ports are those of this machine, so nothing of them is
-    known of a cluster."""
+    """Refuse in seconds what can be seen without vLLM. Paths and ports are those of this machine,
+    so nothing of them is known of a cluster."""
     if args.address is None:
         if reasons := list(address_reasons(args.host, args.port)):
             raise ValueError("; ".join(reasons))
@@ -88,50 +92,81 @@ def _check(options: FleetOptions, args: Namespace) -> None:
 
 def _options(args: Namespace, rest: Sequence[str]) -> FleetOptions:
     has_model = bool(rest) and not rest[0].startswith("-")
-    given = {name: value for name, value in vars(args).items() if name not in ("host", "port", "address")}
+    given = {
+        name: value for name, value in vars(args).items() if name not in ("host", "port", "address")
+    }
     if (scaling := given["autoscaling"]) is not None:
         try:
             given["autoscaling"] = msgspec.json.decode(scaling, type=dict[str, Any])
         except msgspec.MsgspecError as error:
             raise ValueError(f"--autoscaling {scaling!r} is no JSON object: {error}") from error
-    return FleetOptions(model=rest[0] if has_model else None, arguments=list(rest[has_model:]), **given)
+    return FleetOptions(
+        model=rest[0] if has_model else None, arguments=list(rest[has_model:]), **given
+    )
 
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="kvgraft fleet",
         usage="kvgraft fleet [MODEL] [--replicas N] [options] [any flag of kvgraft serve]",
-        description="Several servers behind one address; each prompt goes to where most of its text is known.",
+        description=(
+            "Several servers behind one address; each prompt goes to where most of its text is "
+            "known."
+        ),
         allow_abbrev=False,
     )
     defaults = FleetOptions()
-    parser.add_argument("--replicas", type=int, default=defaults.replicas, help="Servers (default: %(default)s).")
+    parser.add_argument(
+        "--replicas", type=int, default=defaults.replicas, help="Servers (default: %(default)s)."
+    )
     parser.add_argument(
         "--autoscaling",
         metavar="JSON",
         help='Instead: the autoscaling_config of Ray Serve, {"max_replicas": 8, ...}.',
     )
-    parser.add_argument("--cpus", type=float, default=defaults.cpus, help="Of one server (default: %(default)s).")
-    parser.add_argument("--gpus", type=float, default=defaults.gpus, help="Of one server (default: %(default)s).")
-    parser.add_argument("--host", default=HOST, help="Where the fleet listens (default: %(default)s).")
-    parser.add_argument("--port", type=int, default=PORT, help="And its port (default: %(default)s).")
-    parser.add_argument("--address", help="Of a Ray cluster; by default one is started on this machine.")
     parser.add_argument(
-        "--ingresses", type=int, default=defaults.ingresses, help="Processes that take requests (default: %(default)s)."
+        "--cpus", type=float, default=defaults.cpus, help="Of one server (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--gpus", type=float, default=defaults.gpus, help="Of one server (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--host", default=HOST, help="Where the fleet listens (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--port", type=int, default=PORT, help="And its port (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--address", help="Of a Ray cluster; by default one is started on this machine."
+    )
+    parser.add_argument(
+        "--ingresses",
+        type=int,
+        default=defaults.ingresses,
+        help="Processes that take requests (default: %(default)s).",
     )
     parser.add_argument(
         "--imbalance",
         type=float,
         default=defaults.imbalance,
-        help="Requests that a server may have in flight, as a multiple of the mean (default: %(default)s).",
+        help=(
+            "Requests that a server may have in flight, as a multiple of the mean (default: "
+            "%(default)s)."
+        ),
     )
     parser.add_argument(
         "--routing",
         default=defaults.routing,
-        help=f"{', '.join(ROUTINGS)}: by all known text, by beginnings only, or by none (default: %(default)s).",
+        help=(
+            f"{', '.join(ROUTINGS)}: by all known text, by beginnings only, or by none (default: "
+            "%(default)s)."
+        ),
     )
     parser.add_argument(
-        "--sketch-s", type=float, default=defaults.sketch_s, help="Seconds between sketches (default: %(default)s)."
+        "--sketch-s",
+        type=float,
+        default=defaults.sketch_s,
+        help="Seconds between sketches (default: %(default)s).",
     )
     parser.add_argument(
         "--drain-s",

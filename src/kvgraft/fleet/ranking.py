@@ -28,7 +28,8 @@ class ReplicaReport:
     Attributes:
         text, beginnings: sketches (`known_text.pack`) of its fingerprints and of their chains.
         waiting_s: seconds of prefill that wait there, as they are expected.
-        costs: of its model on its machine; `work`: share of what is grafted that its policy computes.
+        costs: of its model on its machine; `work`: share of what is grafted that its policy
+            computes.
         bytes_per_token: of the text that it reads.
         pace: seconds that really pass for an expected one, see `Pace`.
         beat: another number every `HEARTBEAT` seconds, so that it is heard.
@@ -57,10 +58,12 @@ class ReplicaReport:
 class _State:
     report: ReplicaReport
     heard: float  # when
-    free_at: float  # when all prompts that were sent there will have been read, as far as can be told
+    # when all prompts that were sent there will have been read, as far as can be told
+    free_at: float
     others_free_at: float  # when those will that others have sent
     sent_s: float  # expected seconds of those that were sent from here, and may be in flight
-    answered_s: float = 0.0  # of those answered since `heard`: the next report may have been made before
+    # of those answered since `heard`: the next report may have been made before
+    answered_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ class Ranked(Generic[Server]):
 
     Attributes:
         known_tokens: of the prompt, expected to be at the best.
-        informed: whether anything was known of the servers; else they are in no order but that of their load.
+        informed: whether anything was known of the servers; else they are in no order but that of
+            their load.
     """
 
     servers: list[Server]
@@ -80,12 +84,13 @@ class Ranked(Generic[Server]):
 class Ranking(Generic[Server]):
     """Ranks the servers of a fleet for one prompt after the other. For one thread.
 
-    The best is where the first token is expected soonest, as long as some server has nothing to do. When all have,
-    others wait for what this prompt computes, too, and its seconds count as often: what is computed less then is the
-    fleet's throughput.
+    The best is where the first token is expected soonest, as long as some server has nothing to do.
+    When all have, others wait for what this prompt computes, too, and its seconds count as often:
+    what is computed less then is the fleet's throughput.
 
-    A server that says nothing for `SILENCE` seconds is taken to hold nothing; one that has `imbalance` times as much in
-    flight as the mean, and one request more, comes last, whatever it holds.
+    A server that says nothing for `SILENCE` seconds is taken to hold nothing; one that has
+    `imbalance` times as much in flight as the mean, and one request more, comes last, whatever it
+    holds.
 
     Args:
         imbalance: see `IMBALANCE`.
@@ -94,7 +99,11 @@ class Ranking(Generic[Server]):
     """
 
     def __init__(
-        self, *, imbalance: float = IMBALANCE, grafts: bool = True, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        imbalance: float = IMBALANCE,
+        grafts: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not imbalance >= 1.0:
             raise ValueError(f"imbalance is {imbalance}, must be at least 1")
@@ -109,9 +118,13 @@ class Ranking(Generic[Server]):
         self._text.update(server, report.text)
         self._beginnings.update(server, report.beginnings)
         now, before = self._clock(), self._servers.get(server)
-        sent_s, answered_s = (before.sent_s, before.answered_s) if before is not None else (0.0, 0.0)
+        sent_s, answered_s = (
+            (before.sent_s, before.answered_s) if before is not None else (0.0, 0.0)
+        )
         others_s = max(report.waiting_s - sent_s - answered_s, 0.0)
-        free_at, others_free_at = (now + seconds * report.pace for seconds in (report.waiting_s, others_s))
+        free_at, others_free_at = (
+            now + seconds * report.pace for seconds in (report.waiting_s, others_s)
+        )
         self._servers[server] = _State(report, now, free_at, others_free_at, sent_s)
 
     def forget(self, server: Server) -> None:
@@ -129,7 +142,9 @@ class Ranking(Generic[Server]):
         servers, now = list(in_flight), self._clock()
         loads = np.fromiter(in_flight.values(), np.int64, len(servers))
         states = [self._servers.get(server) for server in servers]
-        is_heard = np.array([state is not None and now - state.heard <= SILENCE for state in states], bool)
+        is_heard = np.array(
+            [state is not None and now - state.heard <= SILENCE for state in states], bool
+        )
         free_at = np.zeros(len(servers))
         for number, (state, load) in enumerate(zip(states, loads.tolist(), strict=True)):
             if state is not None:
@@ -139,10 +154,14 @@ class Ranking(Generic[Server]):
         seconds = np.maximum(free_at - now, 0.0)
         known, informed = np.zeros(len(servers)), bool(is_heard.any())
         if informed:
-            expected = self._expect(text, [servers[number] for number in np.flatnonzero(is_heard).tolist()])
+            expected = self._expect(
+                text, [servers[number] for number in np.flatnonzero(is_heard).tolist()]
+            )
             known[is_heard] = expected.prefix_tokens + expected.grafted_tokens
             # one pace for all: a server that was slow once, and gets nothing since, would stay slow
-            prefill_s = expected.prefill_s * median(state.report.pace for state in states if state is not None)
+            prefill_s = expected.prefill_s * median(
+                state.report.pace for state in states if state is not None
+            )
             # prompts that wait even where least does: they have to wait for this one's seconds, too
             prefill_s *= 1.0 + seconds[is_heard].min() / max(prefill_s.mean(), TINY)
             seconds[is_heard] += prefill_s
@@ -150,7 +169,9 @@ class Ranking(Generic[Server]):
         over = loads > self._imbalance * loads.mean() + 1
         turns = self._random.random(len(servers))  # of equal ones
         order = np.lexsort((turns, loads, seconds, over) if informed else (turns, loads)).tolist()
-        return Ranked([servers[number] for number in order], float(known[order[0]]), informed=informed)
+        return Ranked(
+            [servers[number] for number in order], float(known[order[0]]), informed=informed
+        )
 
     def sent(self, server: Server, text: Fingerprints) -> None:
         """A prompt went to a server."""
@@ -159,14 +180,25 @@ class Ranking(Generic[Server]):
             now = self._clock()
             state.free_at = max(state.free_at, now) + seconds * state.report.pace
             state.sent_s += seconds
-            if now - state.heard <= SILENCE:  # what is noted is let go when the server is heard next
+            # what is noted is let go when the server is heard next
+            if now - state.heard <= SILENCE:
                 self._text.sent(server, text.values)
                 self._beginnings.sent(server, text.chain())
 
     def _expect(self, text: Fingerprints, heard: list[Server]) -> Expected:
         """Of these servers, by what the first one takes: those of a fleet are alike."""
         report = self._servers[heard[0]].report
-        known, begun = self._text.where(text.values, heard), self._beginnings.where(text.chain(), heard)
+        known, begun = (
+            self._text.where(text.values, heard),
+            self._beginnings.where(text.chain(), heard),
+        )
         if not self._grafts:
             known = known & begun
-        return expect(text, known, begun, report.costs, work=report.work, bytes_per_token=report.bytes_per_token)
+        return expect(
+            text,
+            known,
+            begun,
+            report.costs,
+            work=report.work,
+            bytes_per_token=report.bytes_per_token,
+        )

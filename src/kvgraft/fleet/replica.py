@@ -1,4 +1,5 @@
-"""One server of a fleet: a `kvgraft serve` process, and what passes requests on to it and tells what it holds."""
+"""One server of a fleet: a `kvgraft serve` process, and what passes requests on to it and tells
+what it holds."""
 
 import asyncio
 import logging
@@ -37,7 +38,8 @@ READ_S = 1800.0  # between two parts of an answer; one that is no stream comes a
 LOOK = aiohttp.ClientTimeout(total=10.0)  # for which its metrics and its health are waited for
 FAILED_CHECKS = 3  # of health, in a row, after which Ray replaces a replica
 IDLE_S = 2.0  # that a connection is kept; servers of vLLM end it after 5
-QUIET = ("--disable-access-log-for-endpoints", "/health,/metrics")  # that are asked for all the time
+# that are asked for all the time
+QUIET = ("--disable-access-log-for-endpoints", "/health,/metrics")
 METRICS_S = 5.0  # between two looks at the metrics of the server
 POOL_TOKENS = 1 << 18  # until the server has said how large its pool is
 TOKEN_BYTES = (0.5, 32.0)  # between which the length of a token of text is believed
@@ -75,16 +77,25 @@ class Replica:
         alike.check()
         self._open = ExitStack()
         server = running(
-            [*arguments, *QUIET], environment, program=program, start_timeout_s=START_S, stop_timeout_s=STOP_S
+            [*arguments, *QUIET],
+            environment,
+            program=program,
+            start_timeout_s=START_S,
+            stop_timeout_s=STOP_S,
         )
         self._server = self._open.enter_context(server)
         self._name = get_replica_context().replica_id.unique_id
         self._is_closing = threading.Event()
         threading.Thread(target=self._end_with_server, name="kvgraft-server", daemon=True).start()
         self._session: aiohttp.ClientSession | None = None
-        self._costs, self._bytes_per_token, self._pool_tokens = TOKENS, BYTES_PER_TOKEN, float(POOL_TOKENS)
+        self._costs, self._bytes_per_token, self._pool_tokens = (
+            TOKENS,
+            BYTES_PER_TOKEN,
+            float(POOL_TOKENS),
+        )
         self._held = ReplicaContents(self._pool_tokens * self._bytes_per_token)
-        self._waiting: dict[int, float] = {}  # expected seconds of prefill of requests without an answer so far
+        # expected seconds of prefill of requests without an answer so far
+        self._waiting: dict[int, float] = {}
         self._latency = LatencyCalibration()
         self._num_requests = self._num_bytes = 0  # sent to the server; of their prompts
         self._looked = 0.0
@@ -94,7 +105,8 @@ class Replica:
         self._failed_checks = 0  # in a row
 
     async def __call__(self, request: FleetRequest) -> AsyncGenerator[Head | bytes]:
-        """Pass a request on: first the head of the answer, then its body as it comes. Raises ServerFailed."""
+        """Pass a request on: first the head of the answer, then its body as it comes. Raises
+        ServerFailed."""
         number, text, is_read, is_stream = self._num_requests, request.text, False, False
         self._num_requests += 1
         started, expected_s = time.monotonic(), 0.0
@@ -105,8 +117,11 @@ class Replica:
             async with aclosing(self._answer(request)) as answer:
                 async for part in answer:
                     if isinstance(part, Head):
-                        is_read, is_stream = part.status == HTTPStatus.OK, part.is_stream  # or it was refused
-                    elif self._waiting.pop(number, None) is not None and text is not None and is_read:
+                        # or it was refused
+                        is_read, is_stream = part.status == HTTPStatus.OK, part.is_stream
+                    elif (
+                        self._waiting.pop(number, None) is not None and text is not None and is_read
+                    ):
                         self._num_bytes += text.num_bytes
                         self._held.add(text)
                         if is_stream:  # others come with their last token
@@ -118,8 +133,8 @@ class Replica:
             self._waiting.pop(number, None)
 
     async def once(self, request: FleetRequest) -> tuple[Head, bytes]:
-        """The whole answer to what changes the state of every server, one change after the other. Raises TimeoutError,
-        ClientError."""
+        """The whole answer to what changes the state of every server, one change after the other.
+        Raises TimeoutError, ClientError."""
         async with asyncio.timeout(CHANGE_S), self._changing:
             return await self._change(request)
 
@@ -170,10 +185,13 @@ class Replica:
         """Its name, and the metrics of its server as they are shown."""
         async with self._http().get(f"{self._server.url}/metrics", timeout=LOOK) as answer:
             answer.raise_for_status()
-            return self._name, await answer.text() + generate_latest(self._figures.registry).decode()
+            return self._name, await answer.text() + generate_latest(
+                self._figures.registry
+            ).decode()
 
     async def check_health(self) -> None:
-        """Ray Serve replaces a replica of which this raises, and sends nothing to one that it has not asked yet."""
+        """Ray Serve replaces a replica of which this raises, and sends nothing to one that it has
+        not asked yet."""
         if self._is_closing.is_set():  # no other one is wanted
             return
         try:
@@ -182,8 +200,8 @@ class Replica:
         except (aiohttp.ClientError, TimeoutError):
             self._failed_checks += 1
             if self._failed_checks == FAILED_CHECKS:
-                # Ray would wait for what is in flight and then kill this process only: an engine that is
-                # frozen notices no parent that is gone, and would keep its memory.
+                # Ray would wait for what is in flight and then kill this process only: an engine
+                # that is frozen notices no parent that is gone, and would keep its memory.
                 with suppress(ProcessLookupError):
                     os.killpg(self._server.process.pid, signal.SIGKILL)
             raise
@@ -196,14 +214,18 @@ class Replica:
         """Change what other servers were told to change, and this one was not."""
         await asyncio.sleep(after_s)
         try:
-            ingresses = await asyncio.to_thread(get_deployment_handle, INGRESS, get_replica_context().app_name)
+            ingresses = await asyncio.to_thread(
+                get_deployment_handle, INGRESS, get_replica_context().app_name
+            )
             answers = await ask_all(ingresses, "told", within_s=TOLD_S)
         except KeyError:  # the fleet is just being started
             return
         except Exception:  # whatever Ray raises: this server can do without
             logger.exception("what other servers were told is not known")
             return
-        for key, request in self._state_log.news(told for told in answers if not isinstance(told, BaseException)):
+        for key, request in self._state_log.news(
+            told for told in answers if not isinstance(told, BaseException)
+        ):
             try:
                 async with asyncio.timeout(CHANGE_S), self._changing:
                     if not self._state_log.is_new(key, request):  # it was told so meanwhile
@@ -216,7 +238,11 @@ class Replica:
                 is_done, said = False, repr(error)
             self._figures.taken_over.labels("done" if is_done else "failed").inc()
             if not is_done:
-                logger.error("%s, which other servers were told, could not be done here: %s", " ".join(key), said)
+                logger.error(
+                    "%s, which other servers were told, could not be done here: %s",
+                    " ".join(key),
+                    said,
+                )
 
     async def _change(self, request: FleetRequest) -> tuple[Head, bytes]:
         parts: list[Any] = []
@@ -230,7 +256,11 @@ class Replica:
     async def _answer(self, request: FleetRequest) -> AsyncGenerator[Head | bytes]:
         url = URL(self._server.url + request.target, encoded=True)  # as the client has written it
         async with self._http().request(
-            request.method, url, headers=end_to_end(request.headers), data=request.body, allow_redirects=False
+            request.method,
+            url,
+            headers=end_to_end(request.headers),
+            data=request.body,
+            allow_redirects=False,
         ) as answer:
             yield Head(answer.status, end_to_end(answer.headers.items(), *LEFT_OUT))
             async for chunk in answer.content.iter_any():
@@ -252,21 +282,33 @@ class Replica:
 
     def _prefill_s(self, text: Fingerprints) -> float:
         held, begun = self._held.holds(text)
-        expected = expect(text, held[None], begun[None], self._costs, work=WORK, bytes_per_token=self._bytes_per_token)
+        expected = expect(
+            text,
+            held[None],
+            begun[None],
+            self._costs,
+            work=WORK,
+            bytes_per_token=self._bytes_per_token,
+        )
         return float(expected.prefill_s[0])
 
     async def _look(self) -> None:
-        """Learn from the metrics of the server: its pool, its costs, and how long its tokens are."""
+        """Learn from the metrics of the server: its pool, its costs, and how long its tokens
+        are."""
         self._looked = time.monotonic()
         costs: dict[str, float] = {}
         for family in text_string_to_metric_families((await self.metrics())[1]):
             for name, labels, value, *_ in family.samples:
                 if name == "vllm:cache_config_info":
-                    self._pool_tokens = float(labels["num_gpu_blocks"]) * float(labels["block_size"])
+                    self._pool_tokens = float(labels["num_gpu_blocks"]) * float(
+                        labels["block_size"]
+                    )
                 elif name == "kvgraft:cost_seconds":
                     costs[f"{labels['of']}_s"] = value
                 elif name == "vllm:prompt_tokens_total" and value and self._num_bytes:
-                    self._bytes_per_token = min(max(self._num_bytes / value, TOKEN_BYTES[0]), TOKEN_BYTES[1])
+                    self._bytes_per_token = min(
+                        max(self._num_bytes / value, TOKEN_BYTES[0]), TOKEN_BYTES[1]
+                    )
         if costs and (learned := Costs(**costs)) != self._costs:
             self._costs, self._latency = learned, LatencyCalibration()
         self._held.resize(self._pool_tokens * self._bytes_per_token)

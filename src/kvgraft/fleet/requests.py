@@ -9,7 +9,8 @@ from kvgraft.segments.fingerprints import Fingerprints
 from kvgraft.vllm.options import KEY, PARAMS
 from kvgraft.vllm.server.body import parsed
 
-MAX_TEXTS = 1 << 12  # of a request; one with more is routed by load, as all others would wait for it
+# of a request; one with more is routed by load, as all others would wait for it
+MAX_TEXTS = 1 << 12
 MAX_CHARACTERS = 1 << 22  # of them together
 HOP_BY_HOP = frozenset(
     {"connection", "content-length", "expect", "host", "keep-alive", "proxy-connection"}
@@ -40,7 +41,8 @@ class FleetRequest:
 
 
 class ServerFailed(ConnectionError):
-    """The server of the replica with this name (the only argument) has not answered, or not in full."""
+    """The server of the replica with this name (the only argument) has not answered, or not in
+    full."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,21 @@ class Head:
     @property
     def is_stream(self) -> bool:
         """Whether its body is server-sent events."""
-        return any(n.lower() == "content-type" and v.startswith("text/event-stream") for n, v in self.headers)
+        return any(
+            n.lower() == "content-type" and v.startswith("text/event-stream")
+            for n, v in self.headers
+        )
 
 
 def end_to_end(headers: Iterable[tuple[str, str]], *left_out: str) -> tuple[tuple[str, str], ...]:
-    """Headers that are passed on: without those of one connection, the ones included that `Connection` names (RFC 9110,
-    7.6.1), and without these others, in lower case."""
+    """Headers that are passed on: without those of one connection, the ones included that
+    `Connection` names (RFC 9110, 7.6.1), and without these others, in lower case."""
     headers = tuple(headers)
-    named = ",".join(value for name, value in headers if name.lower() == "connection").lower().split(",")
+    named = (
+        ",".join(value for name, value in headers if name.lower() == "connection")
+        .lower()
+        .split(",")
+    )
     dropped = HOP_BY_HOP.union(left_out, map(str.strip, named))
     return tuple((name, value) for name, value in headers if name.lower() not in dropped)
 
@@ -75,8 +84,9 @@ def decoded(body: bytes) -> Mapping[str, Any]:
 
 
 def texts_of(request: Mapping[str, Any]) -> list[str]:
-    """The texts of an OpenAI request's prompt in their order: a completion, a chat or a response; token ids are none,
-    nor are pictures. None at all if there are too many, or they are too long."""
+    """The texts of an OpenAI request's prompt in their order: a completion, a chat or a response;
+    token ids are none, nor are pictures. None at all if there are too many, or they are too
+    long."""
     texts: list[str] = []
     parts, room = [request.get(field) for field in reversed(_FIELDS)], MAX_CHARACTERS
     while parts:
@@ -94,7 +104,8 @@ def texts_of(request: Mapping[str, Any]) -> list[str]:
 
 
 def narrowed_by(request: Mapping[str, Any], names: Collection[str]) -> tuple[bytes, ...]:
-    """What of a request narrows down whose cache it uses: namespace, salt and adapter. What servers refuse is empty.
+    """What of a request narrows down whose cache it uses: namespace, salt and adapter. What servers
+    refuse is empty.
 
     Args:
         names: of the model itself, which is no adapter.
@@ -109,6 +120,7 @@ def narrowed_by(request: Mapping[str, Any], names: Collection[str]) -> tuple[byt
 
 
 def scope_of(secret: bytes, *parts: bytes) -> bytes:
-    """The scope of fingerprints, 32 bytes, of whoever these parts name: nobody makes it without the secret."""
+    """The scope of fingerprints, 32 bytes, of whoever these parts name: nobody makes it without the
+    secret."""
     named = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     return hashlib.blake2b(named, digest_size=32, key=secret).digest()

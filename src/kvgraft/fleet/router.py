@@ -1,13 +1,21 @@
-"""A request router of Ray Serve: a prompt goes to the replica from which its first token is expected soonest."""
+"""A request router of Ray Serve: a prompt goes to the replica from which its first token is
+expected soonest."""
 
 import logging
 import random
 import time
 from typing import Any
 
-from ray.serve.request_router import LocalityMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import (
+    LocalityMixin,
+    PendingRequest,
+    ReplicaID,
+    RequestRouter,
+    RunningReplica,
+)
 
-from kvgraft.fleet import figures  # not what is in it: Ray copies this class, with all that it names
+# not what is in it: Ray copies this class, with all that it names
+from kvgraft.fleet import figures
 from kvgraft.fleet.ranking import IMBALANCE, ROUTINGS, Ranking, ReplicaReport
 from kvgraft.fleet.requests import FleetRequest
 
@@ -15,17 +23,21 @@ logger = logging.getLogger("ray.serve")
 
 
 class SegmentRouter(LocalityMixin, RequestRouter):
-    """Ranks replicas by the text that they hold and by what waits for them; by load alone (the better of two drawn at
-    random, on the same machine first) where nothing is known.
+    """Ranks replicas by the text that they hold and by what waits for them; by load alone (the
+    better of two drawn at random, on the same machine first) where nothing is known.
 
-    It does not take Ray's `FIFOMixin`: with that a replica that was chosen for one request is given to the one that has
-    waited longest.
-    """
+    It does not take Ray's `FIFOMixin`: with that a replica that was chosen for one request is given
+    to the one that has waited longest."""
 
-    def initialize_state(self, imbalance: float = IMBALANCE, routing: str = ROUTINGS[0], **_: Any) -> None:
-        """Take the options of the deployment (`request_router_kwargs`): of `Ranking`, and one of `ROUTINGS`."""
+    def initialize_state(
+        self, imbalance: float = IMBALANCE, routing: str = ROUTINGS[0], **_: Any
+    ) -> None:
+        """Take the options of the deployment (`request_router_kwargs`): of `Ranking`, and one of
+        `ROUTINGS`."""
         self._routing = routing
-        self._ranking: Ranking[ReplicaID] = Ranking(imbalance=imbalance, grafts=routing == "segments")
+        self._ranking: Ranking[ReplicaID] = Ranking(
+            imbalance=imbalance, grafts=routing == "segments"
+        )
         self._heard: dict[ReplicaID, Any] = {}  # the last that each has said
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -45,12 +57,22 @@ class SegmentRouter(LocalityMixin, RequestRouter):
                     self._ranking.forget(replica.replica_id)
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """One rank for each replica, the best first."""
-        request = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        request = (
+            pending_request.args[0]
+            if pending_request is not None and pending_request.args
+            else None
+        )
         if isinstance(request, FleetRequest) and request.avoids:
-            others = [replica for replica in candidate_replicas if replica.replica_id.unique_id not in request.avoids]
+            others = [
+                replica
+                for replica in candidate_replicas
+                if replica.replica_id.unique_id not in request.avoids
+            ]
             candidate_replicas = others or candidate_replicas
         if self._routing == "random":
             _count("random", pending_request)
@@ -76,7 +98,9 @@ class SegmentRouter(LocalityMixin, RequestRouter):
         pending_request.routing_context.should_backoff = True  # before it is ranked again
         return [[by_id[name]] for name in ranked.servers]
 
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
         """It is on its way, and will be known there."""
         request = pending_request.args[0] if pending_request.args else None
         if isinstance(request, FleetRequest) and request.text is not None:
@@ -92,7 +116,10 @@ class SegmentRouter(LocalityMixin, RequestRouter):
         self._ranking.forget(replica_id)
 
     def _by_load(
-        self, replicas: list[RunningReplica], pending_request: PendingRequest | None, reason: str = "load"
+        self,
+        replicas: list[RunningReplica],
+        pending_request: PendingRequest | None,
+        reason: str = "load",
     ) -> list[list[RunningReplica]]:
         """Ray asks both how much they have to do, and takes the one with less."""
         _count(reason, pending_request)

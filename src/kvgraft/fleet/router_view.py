@@ -1,4 +1,5 @@
-"""What the servers of a fleet hold, as its router sees it: one bit for each of their fingerprints."""
+"""What the servers of a fleet hold, as its router sees it: one bit for each of their
+fingerprints."""
 
 import time
 import zlib
@@ -8,7 +9,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-ROWS = 1 << 20  # of a table; a row is what is told of a fingerprint, so that 2^44 different ones look alike
+# of a table; a row is what is told of a fingerprint, so that 2^44 different ones look alike
+ROWS = 1 << 20
 GRACE = 10.0  # seconds for which a server is taken to hold what was sent to it, whatever it says
 
 Server = TypeVar("Server", bound=Hashable)  # what names one
@@ -17,7 +19,10 @@ Server = TypeVar("Server", bound=Hashable)  # what names one
 def pack(values: np.ndarray) -> bytes:
     """A sketch: what a server tells of its fingerprints uint64 [n], about two bytes each."""
     rows = np.unique(values % np.uint64(ROWS)).astype(np.uint32)
-    return zlib.compress(np.diff(rows, prepend=np.uint32(0)).astype("<u4").view(np.uint8).reshape(-1, 4).T.tobytes(), 6)
+    return zlib.compress(
+        np.diff(rows, prepend=np.uint32(0)).astype("<u4").view(np.uint8).reshape(-1, 4).T.tobytes(),
+        6,
+    )
 
 
 def unpack(sketch: bytes) -> np.ndarray:
@@ -33,8 +38,8 @@ def unpack(sketch: bytes) -> np.ndarray:
 
 
 class RouterView(Generic[Server]):
-    """Which servers hold which fingerprints. It may take one for another, as hash tables do: with n fingerprints of a
-    server it says so wrongly of one in ROWS / n.
+    """Which servers hold which fingerprints. It may take one for another, as hash tables do: with n
+    fingerprints of a server it says so wrongly of one in ROWS / n.
 
     Args:
         clock: seconds.
@@ -51,7 +56,8 @@ class RouterView(Generic[Server]):
         self._bits = np.zeros((ROWS, 0), np.uint8)  # bytes of eight servers
 
     def update(self, server: Server, sketch: bytes) -> None:
-        """A server has said what it holds. ValueError if that is no sketch; then nothing changes."""
+        """A server has said what it holds. ValueError if that is no sketch; then nothing
+        changes."""
         if self._sketches.get(server) != sketch:
             rows = unpack(sketch)
             self.add_server(server)
@@ -80,7 +86,8 @@ class RouterView(Generic[Server]):
             self._sketches.pop(server, None)
 
     def sent(self, server: Server, values: np.ndarray) -> None:
-        """Text with these fingerprints uint64 [n] was sent to a server, which will say so itself some time later."""
+        """Text with these fingerprints uint64 [n] was sent to a server, which will say so itself
+        some time later."""
         rows = (values % np.uint64(ROWS)).astype(np.int64)
         self._sent[server].append((self._clock() + GRACE, rows))
         column = self._columns[server]
@@ -88,8 +95,11 @@ class RouterView(Generic[Server]):
         self._drawn[server] = np.concatenate((self._drawn[server], rows))
 
     def where(self, values: np.ndarray, servers: Sequence[Server]) -> np.ndarray:
-        """Which of these servers, all of them known, hold which of these fingerprints uint64 [n]: bool [servers, n]."""
-        found = np.unpackbits(self._bits[(values % np.uint64(ROWS)).astype(np.int64)], axis=1, bitorder="little")
+        """Which of these servers, all of them known, hold which of these fingerprints uint64 [n]:
+        bool [servers, n]."""
+        found = np.unpackbits(
+            self._bits[(values % np.uint64(ROWS)).astype(np.int64)], axis=1, bitorder="little"
+        )
         known: np.ndarray = found[:, [self._columns[server] for server in servers]].T.view(bool)
         return known
 

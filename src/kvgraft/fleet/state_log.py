@@ -1,4 +1,5 @@
-"""What the servers of a fleet were told, and one that starts later must be told, too: pinned documents and adapters."""
+"""What the servers of a fleet were told, and one that starts later must be told, too: pinned
+documents and adapters."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -11,16 +12,19 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PATHS = (PINS, RESET, LOAD, UNLOAD)  # what is asked there changes the state of a server
 CHANGE_S = 120.0  # for which a server may take for one
 MAX_BYTES = 1 << 28  # of all changes of segments that are known; the oldest are forgotten first
-FORGET_NS = 3600 * 10**9  # for which it is known that a segment was deleted: longer than a server takes to start
+# for which it is known that a segment was deleted: longer than a server takes to start
+FORGET_NS = 3600 * 10**9
 
 Key = tuple[str, ...]  # what a change sets: its kind, and which one
 ReplayedState = Mapping[Key, FleetRequest]
-_KINDS = (LOAD, RESET, PINS)  # in the order in which they are carried out: a segment may be of an adapter
+# in the order in which they are carried out: a segment may be of an adapter
+_KINDS = (LOAD, RESET, PINS)
 
 
 class StateLog:
-    """The last change of each segment and each adapter, by when it was asked for (`FleetRequest.at`); one that removes
-    it is a change, too. A reset takes the place of all changes of segments before it."""
+    """The last change of each segment and each adapter, by when it was asked for
+    (`FleetRequest.at`); one that removes it is a change, too. A reset takes the place of all
+    changes of segments before it."""
 
     def __init__(self) -> None:
         self._last: dict[Key, FleetRequest] = {}
@@ -65,7 +69,11 @@ class StateLog:
         for key, last in sorted(self._last.items(), key=lambda item: -item[1].at):
             if key[0] == PINS:
                 room -= len(last.body)
-                if room < 0 or last.at < self._at((RESET,)) or (last.method == "DELETE" and last.at < since):
+                if (
+                    room < 0
+                    or last.at < self._at((RESET,))
+                    or (last.method == "DELETE" and last.at < since)
+                ):
                     del self._last[key]
 
 

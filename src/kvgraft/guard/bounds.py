@@ -1,31 +1,37 @@
-"""What scored answers say of all: a bound on their mean that holds at any time, and when it has become too great.
+"""What scored answers say of all: a bound on their mean that holds at any time, and when it has
+become too great.
 
-Both bet against a hypothesis, with wealth that cannot be expected to grow while it is true. So they may be looked at
-after every answer. All values are shares, in [0, 1].
-"""
+Both bet against a hypothesis, with wealth that cannot be expected to grow while it is true. So they
+may be looked at after every answer. All values are shares, in [0, 1]."""
 
 import numpy as np
 
 from kvgraft.methods import require_share
 
 BETS = np.geomspace(0.005, 0.95, 12)[:, None]  # [b, 1]: of the wealth, that a bet may lose at most
-MEANS = np.concatenate([np.geomspace(1e-4, 0.1, 90, endpoint=False), np.linspace(0.1, 1, 90, endpoint=False)])  # [m]
+# [m]
+MEANS = np.concatenate(
+    [np.geomspace(1e-4, 0.1, 90, endpoint=False), np.linspace(0.1, 1, 90, endpoint=False)]
+)
 
 
 class ConfidenceSequence:
-    """Bounds of a mean, all of which hold together with probability 1 - alpha, however long it goes on.
+    """Bounds of a mean, all of which hold together with probability 1 - alpha, however long it goes
+    on.
 
-    A grid of means is bet against from above and from below, each with the mean wealth of twelve constant bets
-    (Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", 2024: section 4, with a mixture
-    in place of a predicted bet); a mean stays in the interval until either wealth reaches 2 / alpha.
+    A grid of means is bet against from above and from below, each with the mean wealth of twelve
+    constant bets (Waudby-Smith and Ramdas, "Estimating means of bounded random variables by
+    betting", 2024: section 4, with a mixture in place of a predicted bet); a mean stays in the
+    interval until either wealth reaches 2 / alpha.
 
-    Where the mean changes, `low` is a bound of the greatest that it has been, and `high` of the least.
-    """
+    Where the mean changes, `low` is a bound of the greatest that it has been, and `high` of the
+    least."""
 
     def __init__(self, alpha: float = 0.05) -> None:
         require_share("alpha", alpha)
         self.alpha, self.count, self._sum = alpha, 0, 0.0
-        self._greater = np.zeros((len(BETS), len(MEANS)))  # log of the wealth that bets on more than the mean
+        # log of the wealth that bets on more than the mean
+        self._greater = np.zeros((len(BETS), len(MEANS)))
         self._less = np.zeros_like(self._greater)
 
     def add(self, value: float) -> None:
@@ -52,12 +58,13 @@ class ConfidenceSequence:
 class Alarm:
     """Whether the mean has come to lie above a target, at any time and for any reason.
 
-    Bets that were begun at every answer are added up (a Shiryaev-Roberts e-detector; Shin, Ramdas and Rinaldo,
-    "E-detectors", 2024, section 2), so that what went well for long does not hide what goes wrong now.
+    Bets that were begun at every answer are added up (a Shiryaev-Roberts e-detector; Shin, Ramdas
+    and Rinaldo, "E-detectors", 2024, section 2), so that what went well for long does not hide what
+    goes wrong now.
 
     Args:
-        target: as long as no answer can be expected to exceed it, there are at least `apart` answers, on average, until
-            the alarm is raised.
+        target: as long as no answer can be expected to exceed it, there are at least `apart`
+            answers, on average, until the alarm is raised.
     """
 
     def __init__(self, target: float, apart: float) -> None:
@@ -66,7 +73,8 @@ class Alarm:
         self._target, self._apart = target, apart
         self._wealth = np.zeros(len(BETS))  # of all bets together, by what they lose at most
         self._gained = np.zeros(len(BETS))  # log of what a bet has gained since it last had nothing
-        self._counts, self._sums = np.zeros_like(self._gained), np.zeros_like(self._gained)  # of values since then
+        # of values since then
+        self._counts, self._sums = np.zeros_like(self._gained), np.zeros_like(self._gained)
 
     def add(self, value: float) -> None:
         """One more answer."""
@@ -78,7 +86,8 @@ class Alarm:
 
     @property
     def latest(self) -> tuple[int, float]:
-        """Answers since it seems to have gone wrong (where the best bet began to gain: CUSUM), and their mean."""
+        """Answers since it seems to have gone wrong (where the best bet began to gain: CUSUM), and
+        their mean."""
         best = int(self._gained.argmax())
         return int(self._counts[best]), float(self._sums[best] / max(self._counts[best], 1))
 

@@ -1,9 +1,9 @@
-"""The breaker: when answers on approximate KV have become too bad, requests get a larger budget, then exact KV.
+"""The breaker: when answers on approximate KV have become too bad, requests get a larger budget,
+then exact KV.
 
-A level is left upwards when its alarm is raised, for exact KV at once if answers are hopeless. After a while some
-requests whose answers are all scored try the level below, and if enough of them are good, all others follow; each time
-that fails the while is doubled.
-"""
+A level is left upwards when its alarm is raised, for exact KV at once if answers are hopeless.
+After a while some requests whose answers are all scored try the level below, and if enough of them
+are good, all others follow; each time that fails the while is doubled."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +11,15 @@ from enum import IntEnum
 
 from kvgraft.guard.bounds import Alarm
 
-APART = 2000.0  # scored answers between false alarms, at least, of a policy that is as bad as is allowed
+# scored answers between false alarms, at least, of a policy that is as bad as is allowed
+APART = 2000.0
 TRIED = 40  # answers of a trial, at least
 UNSCORED = 100  # answers that tried, and have not been scored: that ends a trial, too
 GOOD = 0.8  # of the target, that the mean of a trial may reach
 HOPELESS = 5.0  # times the target: answers as bad as that are not mended by a larger budget
-DOUBTS = 6  # good answers that are added before that is said of those that have raised the alarm: they were bad ones
+# good answers that are added before that is said of those that have raised the alarm: they were bad
+# ones
+DOUBTS = 6
 WAIT_S, LONGEST_S = 300.0, 86_400.0  # before a trial: at first, and at most
 SETTLED = 10.0  # times as long as it waited, at the lowest level: then it waits as at first
 
@@ -31,7 +34,8 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Transition:
-    """A change of level, with what was known of it: `answers` have raised the alarm, or tried the new level."""
+    """A change of level, with what was known of it: `answers` have raised the alarm, or tried the
+    new level."""
 
     before: Level
     after: Level
@@ -73,17 +77,20 @@ class Breaker:
         return self.is_tripped and self._clock() >= self._entered + self._wait
 
     def level_of(self, *, tries: bool) -> Level:
-        """At which the next request is answered; `tries`: it may try, and its answer will be scored."""
+        """At which the next request is answered; `tries`: it may try, and its answer will be
+        scored."""
         return self._below if tries and self.is_trying else self.level
 
     def tried(self) -> None:
-        """An answer on approximate KV has ended that has tried the level below, and is to be scored."""
+        """An answer on approximate KV has ended that has tried the level below, and is to be
+        scored."""
         self._tried += 1
         if self.is_trying and self._tried - len(self._trial) > UNSCORED:
             self._fail()
 
     def add(self, level: Level, value: float) -> None:
-        """An answer of this level has been scored; those of levels that have been left tell nothing any more."""
+        """An answer of this level has been scored; those of levels that have been left tell nothing
+        any more."""
         if level == self.level:
             self._alarm.add(value)
             if self._alarm.raised:

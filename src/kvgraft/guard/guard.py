@@ -1,4 +1,5 @@
-"""The guard of a server's answers: it draws requests, says at which level each is answered, and bounds what is scored.
+"""The guard of a server's answers: it draws requests, says at which level each is answered, and
+bounds what is scored.
 
 It knows no host: whoever scores an answer tells it the distances.
 """
@@ -19,7 +20,8 @@ from kvgraft.segments.matches import depth_name
 
 logger = logging.getLogger("kvgraft")
 ANSWER_TOKENS = 128  # of an answer, that are scored at most
-BUDGET, LARGER = "recompute_share", 4.0  # option of policies: the share of tokens that it recomputes, times that
+# option of policies: the share of tokens that it recomputes, times that
+BUDGET, LARGER = "recompute_share", 4.0
 MEASURES: tuple[Measure, ...] = ("flips", "kl")
 
 
@@ -42,8 +44,8 @@ class Ticket:
 
 
 class Guard:
-    """Of all requests of a server. The default policy is guarded on its own, other options of the same method and other
-    methods by method: clients cannot make up more.
+    """Of all requests of a server. The default policy is guarded on its own, other options of the
+    same method and other methods by method: clients cannot make up more.
 
     Args:
         share: of the answers on approximate KV, that are scored.
@@ -84,10 +86,13 @@ class Guard:
         level = breaker.level_of(tries=drawn and self._sampling.tries())
         if level is Level.LARGER_BUDGET:
             policy = with_larger_budget(policy) or policy
-        return Ticket(name, policy, level, drawn and level is not Level.EXACT, level is not breaker.level)
+        return Ticket(
+            name, policy, level, drawn and level is not Level.EXACT, level is not breaker.level
+        )
 
     def chooses(self, ticket: Ticket, depth: int, grafted_share: float) -> bool:
-        """Whether this answer, which has ended and rests on approximate KV, is to be scored: all trials are."""
+        """Whether this answer, which has ended and rests on approximate KV, is to be scored: all
+        trials are."""
         self.num_approximate += 1
         breaker = self._policies[ticket.name].breaker
         if ticket.is_trial and breaker is not None:
@@ -96,12 +101,19 @@ class Guard:
         return ticket.is_watched and (ticket.is_trial or self._sampling.choose(kind))
 
     def add(self, ticket: Ticket, tenant: str, distances: Mapping[str, float]) -> None:
-        """An answer has been scored; `distances` as `distances.along`. Bounds are of equal shares of all answers: not
-        of trials, which are all scored."""
+        """An answer has been scored; `distances` as `distances.along`. Bounds are of equal shares
+        of all answers: not of trials, which are all scored."""
         self.num_scored += 1
-        shares, known = {measure: as_share(measure, distances) for measure in MEASURES}, self._policies[ticket.name]
+        shares, known = (
+            {measure: as_share(measure, distances) for measure in MEASURES},
+            self._policies[ticket.name],
+        )
         breaker = known.breaker
-        if breaker is not None and self.target is not None and (ticket.is_trial or ticket.level is breaker.level):
+        if (
+            breaker is not None
+            and self.target is not None
+            and (ticket.is_trial or ticket.level is breaker.level)
+        ):
             breaker.add(ticket.level, shares[self.target.measure])
         if not ticket.is_trial:
             known.bounds.setdefault(ticket.level, _Bounds()).add(shares)
@@ -119,13 +131,18 @@ class Guard:
         return {"level": known.level.name.lower(), **bounds}
 
     def view(self, tenant: str | None = None) -> dict[str, Any]:
-        """What is known, by policy and by tenant; of one tenant only what is known of its own answers."""
-        tenants = self._tenants if tenant is None else {tenant: self._tenants.get(tenant, _Bounds())}
+        """What is known, by policy and by tenant; of one tenant only what is known of its own
+        answers."""
+        tenants = (
+            self._tenants if tenant is None else {tenant: self._tenants.get(tenant, _Bounds())}
+        )
         return {
             "share": self._sampling.share,
             "share_reached": self.share_reached if tenant is None else None,
             "target": str(self.target) if self.target else None,
-            "policies": {name: self.policy_view(name) for name in self._policies} if tenant is None else {},
+            "policies": {name: self.policy_view(name) for name in self._policies}
+            if tenant is None
+            else {},
             "tenants": {name: bounds.view() for name, bounds in tenants.items()},
         }
 
@@ -138,7 +155,8 @@ class Guard:
 
     def _tell(self, name: str, transition: Transition) -> None:
         logger.warning(
-            "guard: policy %s: from level %s to level %s: %s, %d scored answers with a mean of %.4f (target %s)",
+            "guard: policy %s: from level %s to level %s: %s, %d scored answers with a mean of "
+            "%.4f (target %s)",
             name, transition.before.name.lower(), transition.after.name.lower(), transition.reason,
             transition.answers, transition.mean, self.target,
         )  # fmt: skip

@@ -10,15 +10,16 @@ NAMES = {"flips": "flips", "kl": "answer_kl"}  # as in the distances of an answe
 
 
 def as_share(measure: Measure, distances: Mapping[str, float]) -> float:
-    """What is measured of an answer's distances (`distances.along`), in [0, 1]: flips, or KL of at most CLIP over
-    that."""
+    """What is measured of an answer's distances (`distances.along`), in [0, 1]: flips, or KL of at
+    most CLIP over that."""
     value = distances[NAMES[measure]]
     return value if measure == "flips" else min(value, CLIP) / CLIP
 
 
 @dataclass(frozen=True)
 class Target:
-    """The greatest mean of a measure: flips as a share of the tokens, KL in nats, clipped at CLIP."""
+    """The greatest mean of a measure: flips as a share of the tokens, KL in nats, clipped at
+    CLIP."""
 
     measure: Measure
     most: float
@@ -32,7 +33,9 @@ class Target:
         except ValueError:
             most = 0.0
         if measure not in get_args(Measure) or not equals or not 0 < most < 1:
-            raise ValueError(f"guard_target must be flips=SHARE or kl=NATS, above 0 and below 1, got {text!r}")
+            raise ValueError(
+                f"guard_target must be flips=SHARE or kl=NATS, above 0 and below 1, got {text!r}"
+            )
         return cls(measure, most)  # type: ignore[arg-type]
 
     @property

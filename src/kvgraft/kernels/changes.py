@@ -1,9 +1,8 @@
 """KV changes of recomputed tokens, and copies that apply them: one launch each on CUDA.
 
-A change is what the keys and values of a token are now, less what they were where it was first read,
-both with the keys turned back to position 0 (docs/policies.md, `spread`). The tensors come from the engine,
-and are not checked. Lists, heads and pools are as in `segpaged_attention`.
-"""
+A change is what the keys and values of a token are now, less what they were where it was first
+read, both with the keys turned back to position 0 (docs/policies.md, `spread`). The tensors come
+from the engine, and are not checked. Lists, heads and pools are as in `segpaged_attention`."""
 
 from torch import Tensor
 
@@ -37,7 +36,9 @@ def kv_changes(
     return changes
 
 
-def average_changes(changes: Tensor, around: Tensor, weights: Tensor, *, implementation: str | None = None) -> Tensor:
+def average_changes(
+    changes: Tensor, around: Tensor, weights: Tensor, *, implementation: str | None = None
+) -> Tensor:
     """Weighted sums of the changes around each token.
 
     Args:
@@ -68,7 +69,8 @@ def copy_changed(
     """Copy keys and values to other slots, keys turned, and add what lies between two changes.
 
     Args:
-        source: slots int64 [lists, n], -1 where a list has lost one (nothing is copied then); turn of the shifts.
+        source: slots int64 [lists, n], -1 where a list has lost one (nothing is copied then); turn
+            of the shifts.
         target: slots int64 [lists, n]; turn of their positions.
         changes: float32 [Hkv, c, W] of `average_changes`, c > 0.
         sides: int64 [2, n], the changes before and behind each token; -1, -1 for none.

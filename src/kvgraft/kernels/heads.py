@@ -7,7 +7,8 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class HeadSet:
-    """KV heads of one layer that follow one page list and see all that it holds, from consecutive streams."""
+    """KV heads of one layer that follow one page list and see all that it holds, from consecutive
+    streams."""
 
     heads: tuple[int, ...]
     streams: slice
@@ -15,8 +16,8 @@ class HeadSet:
 
     @property
     def places(self) -> slice | tuple[int, ...]:
-        """Where tensors of all heads have these: a slice where they follow each other, for which no index has to be
-        brought to a device."""
+        """Where tensors of all heads have these: a slice where they follow each other, for which no
+        index has to be brought to a device."""
         first, last = self.heads[0], self.heads[-1]
         return slice(first, last + 1) if self.heads == tuple(range(first, last + 1)) else self.heads
 
@@ -61,6 +62,10 @@ class LayerHeads:
             else:
                 runs.append([head])
         return tuple(
-            HeadSet(tuple(run), slice(self.streams[run[0]], self.streams[run[-1]] + 1), self.page_lists[run[0]])
+            HeadSet(
+                tuple(run),
+                slice(self.streams[run[0]], self.streams[run[-1]] + 1),
+                self.page_lists[run[0]],
+            )
             for run in runs
         )

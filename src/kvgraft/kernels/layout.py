@@ -1,4 +1,5 @@
-"""Which queries an attention call serves, and where the context of each KV head lies in the paged pool."""
+"""Which queries an attention call serves, and where the context of each KV head lies in the paged
+pool."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ WINDOW_ROWS = 128  # positions whose queries read their windows together, at mos
 
 
 def in_window(tokens: Tensor, at: Tensor, sinks: int, window: int) -> Tensor:
-    """bool, of the broadcast shape: whether a local head's query at position `at` sees these tokens (RedKnot, 4.2)."""
+    """bool, of the broadcast shape: whether a local head's query at position `at` sees these tokens
+    (RedKnot, 4.2)."""
     return (tokens <= at) & ((tokens < sinks) | (tokens > at - window))
 
 
@@ -31,8 +33,9 @@ class Context:
 
     Attributes:
         positions: int64 [n] on the CPU, ascending; query i attends to positions 0..positions[i].
-        slots: int64 [page lists, >= positions[-1] + 1] on the pool's device: the slot of each position (expanded block
-            tables), -1 where a list has given the page back: no head that follows it sees that token.
+        slots: int64 [page lists, >= positions[-1] + 1] on the pool's device: the slot of each
+            position (expanded block tables), -1 where a list has given the page back: no head that
+            follows it sees that token.
     """
 
     positions: Tensor
@@ -53,9 +56,9 @@ class Context:
     def chunks(self) -> list[tuple[int, int]]:
         """Half-open query ranges that attend together, to all keys up to the last query's position.
 
-        The beginning of the prompt is one chunk (a plain causal triangle), other long runs are cut evenly. Scattered
-        queries share a chunk until the keys read in vain outweigh what a larger matrix product saves.
-        """
+        The beginning of the prompt is one chunk (a plain causal triangle), other long runs are cut
+        evenly. Scattered queries share a chunk until the keys read in vain outweigh what a larger
+        matrix product saves."""
         chunks: list[tuple[int, int]] = []
         scattered: list[int] = []
         for start, stop in self.runs:
@@ -75,7 +78,11 @@ class Context:
         for number in range(1, len(rows)):
             size, position = number - first, positions[number]
             more = size * (position - positions[number - 1])
-            if more > 2 * position or (size % TILE_ROWS == 0 and wasted > position) or size == LONG_RUN:
+            if (
+                more > 2 * position
+                or (size % TILE_ROWS == 0 and wasted > position)
+                or size == LONG_RUN
+            ):
                 chunks.append((rows[first], rows[number]))
                 first, wasted = number, 0
             else:
@@ -89,7 +96,8 @@ class Context:
 
     @memoised
     def kept(self, page_list: int) -> tuple[Tensor, Tensor]:
-        """Tokens up to the last query that a list holds, and their slots: int64 [t] each, ascending."""
+        """Tokens up to the last query that a list holds, and their slots: int64 [t] each,
+        ascending."""
         slots = self.slots[page_list, : self.seen]
         tokens = (slots >= 0).nonzero()[:, 0]
         return tokens, slots[tokens]
@@ -105,11 +113,13 @@ class Context:
 
 @dataclass(frozen=True, eq=False)
 class WindowTiles:
-    """Queries that read their windows together: w tiles of at most r queries and k tokens each, padded, for h heads.
+    """Queries that read their windows together: w tiles of at most r queries and k tokens each,
+    padded, for h heads.
 
     Attributes:
         rows: int64 [w, r], the query rows; all rows in order where `real` bool [w, r] is set.
-        slots: int64 [h, w, k]; padding repeats a slot that is in use, so that no page without content is ever read.
+        slots: int64 [h, w, k]; padding repeats a slot that is in use, so that no page without
+            content is ever read.
         visible: bool [w, h, r, k], or [w, 1, r, k] where all heads see the same.
     """
 
@@ -139,7 +149,8 @@ class StepRows:
     Attributes:
         positions: int64 [n].
         query_slots: int64 [page lists, n], where their keys and values belong.
-        pages: int64 [n, page lists, blocks], any page behind the last block, -1 where a list has given one back.
+        pages: int64 [n, page lists, blocks], any page behind the last block, -1 where a list has
+            given one back.
         block_size: tokens of a page.
     """
 
@@ -150,7 +161,9 @@ class StepRows:
 
     def part(self, rows: Tensor) -> "StepRows":
         """Some of them, int64 [m]."""
-        return StepRows(self.positions[rows], self.query_slots[:, rows], self.pages[rows], self.block_size)
+        return StepRows(
+            self.positions[rows], self.query_slots[:, rows], self.pages[rows], self.block_size
+        )
 
     @cached_property
     def stacked_slots(self) -> Tensor:
@@ -163,12 +176,14 @@ class StepRows:
 class AttentionLayout:
     """Queries of several prompts, their rows end to end; serves all layers of a step.
 
-    Any set of positions is a sequence of *runs* (consecutive positions), and each run is one pseudo-sequence of a stock
-    varlen paged causal attention: `query_len = len(run)`, `seq_len = last position + 1`, the prompt's block table.
+    Any set of positions is a sequence of *runs* (consecutive positions), and each run is one
+    pseudo-sequence of a stock varlen paged causal attention: `query_len = len(run)`, `seq_len =
+    last position + 1`, the prompt's block table.
 
     Attributes:
         contexts: none in a decode step of which only the device knows where its queries stand.
-        sinks, window: what local heads see: the first tokens of a prompt, and the last ones up to the query's own.
+        sinks, window: what local heads see: the first tokens of a prompt, and the last ones up to
+            the query's own.
         on_device: the same as tensors beside the pool, if a host has brought them there together.
     """
 
@@ -186,7 +201,8 @@ class AttentionLayout:
         window: int = 1,
         on_device: PassRows | None = None,
     ) -> "AttentionLayout":
-        """Pair positions [n_i] with the slots of their prompts; prompts without queries drop out."""
+        """Pair positions [n_i] with the slots of their prompts; prompts without queries drop
+        out."""
         pairs = zip(positions, slots, strict=True)
         return cls(tuple(Context(p, s) for p, s in pairs if p.numel()), sinks, window, on_device)
 
@@ -197,8 +213,12 @@ class AttentionLayout:
             return self
         steps = None
         if isinstance(self.on_device, StepRows):
-            steps = self.on_device.part(upload(self.on_device.pages.device, torch.tensor(contexts))[0])
-        return AttentionLayout(tuple(self.contexts[number] for number in contexts), self.sinks, self.window, steps)
+            steps = self.on_device.part(
+                upload(self.on_device.pages.device, torch.tensor(contexts))[0]
+            )
+        return AttentionLayout(
+            tuple(self.contexts[number] for number in contexts), self.sinks, self.window, steps
+        )
 
     @property
     def decodes(self) -> bool:
@@ -215,7 +235,8 @@ class AttentionLayout:
 
     @cached_property
     def query_slots(self) -> Tensor:
-        """int64 [page lists, n]: the slot of every query's own token, where its key and value belong."""
+        """int64 [page lists, n]: the slot of every query's own token, where its key and value
+        belong."""
         if self.on_device is not None:
             return self.on_device.query_slots
         return joined([c.slots[:, c.device_positions] for c in self.contexts], 1)
@@ -229,14 +250,17 @@ class AttentionLayout:
 
     @cached_property
     def stacked_slots(self) -> Tensor:
-        """int32 [contexts, page lists, T]: the slots of all contexts, whatever behind their last tokens."""
+        """int32 [contexts, page lists, T]: the slots of all contexts, whatever behind their last
+        tokens."""
         if self.on_device is not None:
             return self.on_device.stacked_slots
         longest = max(context.seen for context in self.contexts)
         seen = [context.slots[:, : context.seen] for context in self.contexts]
         if len(seen) == 1:
             return seen[0].int()[None]
-        return torch.stack([F.pad(slots, (0, longest - slots.shape[1]), value=-1) for slots in seen]).int()
+        return torch.stack(
+            [F.pad(slots, (0, longest - slots.shape[1]), value=-1) for slots in seen]
+        ).int()
 
     @memoised
     def long_runs(self, least: int) -> LongRuns | None:
@@ -257,31 +281,38 @@ class AttentionLayout:
         return LongRuns(tuple(runs), self.rows[-1].stop, joined(slots, 1)) if runs else None
 
     @memoised
-    def query_tiles(self, size: int, runs: LongRuns | None = None, with_runs: bool = True) -> Tensor:
+    def query_tiles(
+        self, size: int, runs: LongRuns | None = None, with_runs: bool = True
+    ) -> Tensor:
         """Return int32 [tiles, 5]: at most `size` queries of one context each.
 
-        A tile has its context, its first row, its rows, whether they are of a run in `runs`, and its first row among
-        those of all tiles. Without `with_runs` the queries of runs are left out.
-        """
+        A tile has its context, its first row, its rows, whether they are of a run in `runs`, and
+        its first row among those of all tiles. Without `with_runs` the queries of runs are left
+        out."""
         if self.decodes:
             return _step_tiles(len(self.rows), self.query_positions.device)
         inside = {run.start: run.stop for run in runs.runs} if runs else {}
         tiles, place = [], 0
         for number, rows in enumerate(self.rows):
             edges = {rows.start, rows.stop}
-            edges.update(edge for run in inside.items() for edge in run if rows.start < edge < rows.stop)
+            edges.update(
+                edge for run in inside.items() for edge in run if rows.start < edge < rows.stop
+            )
             for start, stop in pairwise(sorted(edges)):
                 is_run = start in inside
                 if is_run and not with_runs:
                     continue
                 for first in range(start, stop, size):
-                    tiles.append((number, first, min(size, stop - first), is_run, place + first - start))
+                    tiles.append(
+                        (number, first, min(size, stop - first), is_run, place + first - start)
+                    )
                 place += stop - start
         return upload(self.query_positions.device, torch.tensor(tiles, dtype=torch.int32))[0]
 
     @memoised
     def room(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory that all layers of a step overwrite in turn: to have it anew would cost more than to fill it."""
+        """Memory that all layers of a step overwrite in turn: to have it anew would cost more than
+        to fill it."""
         return torch.empty(shape, dtype=dtype, device=self.query_positions.device)
 
     def give_room_back(self) -> None:
@@ -290,7 +321,8 @@ class AttentionLayout:
 
     @cached_property
     def decode_buckets(self) -> list[tuple[int, ...]]:
-        """One query a prompt: the contexts of similar length, which are padded together; long ones stay alone."""
+        """One query a prompt: the contexts of similar length, which are padded together; long ones
+        stay alone."""
         buckets: dict[tuple[int, int], list[int]] = {}
         for row, context in enumerate(self.contexts):
             alone = row if context.seen >= LONG_CONTEXT else -1
@@ -299,8 +331,9 @@ class AttentionLayout:
 
     @memoised
     def padded(self, rows: tuple[int, ...], page_list: int) -> tuple[Tensor, Tensor | None]:
-        """Slots [b, T] of the tokens that a list holds for these contexts, and which are no padding: bool [b, T], or
-        None if there is none. Padding repeats a slot of the same prompt."""
+        """Slots [b, T] of the tokens that a list holds for these contexts, and which are no
+        padding: bool [b, T], or None if there is none. Padding repeats a slot of the same
+        prompt."""
         kept = [self.contexts[row].kept(page_list)[1] for row in rows]
         counts = torch.tensor([slots.numel() for slots in kept], device=kept[0].device)
         longest = int(counts.max())
@@ -321,31 +354,40 @@ class AttentionLayout:
     def _window_slots(self, page_list: int) -> tuple[Tensor, Tensor]:
         """Slots [w, k] of the tiles as a list holds them, and what is visible there [w, r, k]."""
         rows, _, owners, tokens, visible = self._windows
-        slots = torch.stack([self.contexts[c].slots[page_list, t] for c, t in zip(owners, tokens, strict=True)])
+        slots = torch.stack(
+            [self.contexts[c].slots[page_list, t] for c, t in zip(owners, tokens, strict=True)]
+        )
         own = self.query_slots[page_list, rows[:, :1]]  # [w, 1]
         visible = visible & (slots >= 0)[:, None]
         return torch.where(visible.any(1), slots, own), visible
 
     @cached_property
     def _windows(self) -> tuple[Tensor, Tensor, list[int], Tensor, Tensor]:
-        """What the tiles of all lists share: rows, real, owning contexts, tokens int64 [w, k], visible."""
+        """What the tiles of all lists share: rows, real, owning contexts, tokens int64 [w, k],
+        visible."""
         cuts = [
             (number, first, last)
             for number, context in enumerate(self.contexts)
-            for first, last in _cuts(context.positions, min(max(self.window, TILE_ROWS), WINDOW_ROWS))
+            for first, last in _cuts(
+                context.positions, min(max(self.window, TILE_ROWS), WINDOW_ROWS)
+            )
         ]
         device = self.query_positions.device
         owners = [number for number, _, _ in cuts]
-        starts = torch.tensor([self.rows[number].start + first for number, first, _ in cuts], device=device)
+        starts = torch.tensor(
+            [self.rows[number].start + first for number, first, _ in cuts], device=device
+        )
         counts = torch.tensor([last - first for _, first, last in cuts], device=device)
         place = torch.arange(int(counts.max()), device=device)
         real = place < counts[:, None]  # [w, r]
         rows = starts[:, None] + place.clamp(max=counts[:, None] - 1)
         at = self.query_positions[rows]  # [w, r]
-        begin = (at[:, :1] - self.window + 1).clamp(min=self.sinks)  # [w, 1]: the first token behind the sinks
+        # [w, 1]: the first token behind the sinks
+        begin = (at[:, :1] - self.window + 1).clamp(min=self.sinks)
         reach = int((at[:, -1:] - begin).max()) + 1
         sinks = torch.arange(self.sinks, device=device).expand(len(cuts), -1)
-        tokens = torch.cat((sinks, begin + torch.arange(max(reach, 0), device=device)), dim=1)  # [w, k]
+        # [w, k]
+        tokens = torch.cat((sinks, begin + torch.arange(max(reach, 0), device=device)), dim=1)
         visible = in_window(tokens[:, None], at[..., None], self.sinks, self.window)
         return rows, real, owners, tokens.clamp(max=at[:, -1:]), visible
 
@@ -358,7 +400,9 @@ def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 @cache
 def _step_tiles(count: int, device: torch.device) -> Tensor:
     """`query_tiles` of a decode step."""
-    return upload(device, torch.tensor([(row, row, 1, False, row) for row in range(count)], dtype=torch.int32))[0]
+    return upload(
+        device, torch.tensor([(row, row, 1, False, row) for row in range(count)], dtype=torch.int32)
+    )[0]
 
 
 def _cuts(positions: Tensor, size: int) -> list[tuple[int, int]]:

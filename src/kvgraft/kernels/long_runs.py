@@ -14,8 +14,8 @@ from kvgraft.kernels.upload import upload
 class Run:
     """Queries of consecutive positions: rows `start` to `stop` of a layout.
 
-    The last of them sees `num_keys` tokens of its prompt, which begin at `first_key` among the tokens of all prompts.
-    """
+    The last of them sees `num_keys` tokens of its prompt, which begin at `first_key` among the
+    tokens of all prompts."""
 
     start: int
     stop: int
@@ -30,12 +30,14 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Rows of a layout as the sequences of a causal varlen attention, aligned at the last query and the last key.
+    """Rows of a layout as the sequences of a causal varlen attention, aligned at the last query and
+    the last key.
 
     Attributes:
         query_starts: int32 [s + 1], the first row of each, and the end of the last.
         key_starts: int32 [s + 1], the first key of each; sequences of one prompt share it.
-        num_keys: int32 [s], the keys that each has; 0 where it stands for rows that are computed elsewhere.
+        num_keys: int32 [s], the keys that each has; 0 where it stands for rows that are computed
+            elsewhere.
         longest_query, longest_keys: of all sequences.
     """
 
@@ -66,7 +68,8 @@ class LongRuns:
 
     @memoised
     def sequences(self, triangle: int) -> Sequences | None:
-        """All runs but the openings of at least `triangle` queries, and what lies between them; None without runs."""
+        """All runs but the openings of at least `triangle` queries, and what lies between them;
+        None without runs."""
         chosen = [run for run in self.runs if not (run.opens and run.num_keys >= triangle)]
         if not chosen:
             return None
@@ -87,5 +90,8 @@ class LongRuns:
     def other_rows(self) -> Tensor:
         """int32, the rows that are in none of the runs."""
         edges = [0, *(edge for run in self.runs for edge in (run.start, run.stop)), self.num_rows]
-        parts = [torch.arange(a, b, dtype=torch.int32) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        parts = [
+            torch.arange(a, b, dtype=torch.int32)
+            for a, b in zip(edges[::2], edges[1::2], strict=True)
+        ]
         return upload(self.slots.device, torch.cat(parts))[0]

@@ -9,7 +9,8 @@ Result = TypeVar("Result")
 
 
 def memoised(method: Callable[P, Result]) -> Callable[P, Result]:
-    """A method that is called once for each set of (positional, hashable) arguments, as long as its object lives."""
+    """A method that is called once for each set of (positional, hashable) arguments, as long as its
+    object lives."""
 
     @wraps(method)
     def remembered(*given: P.args, **none: P.kwargs) -> Result:

@@ -29,7 +29,9 @@ def norm_rotate(
     Returns:
         [n, H, d] in the dtype of `heads`.
     """
-    turned: Tensor = dispatch.kernel("norm_rotate", heads.device.type, implementation)(heads, weight, eps, cos, sin)
+    turned: Tensor = dispatch.kernel("norm_rotate", heads.device.type, implementation)(
+        heads, weight, eps, cos, sin
+    )
     return turned
 
 
@@ -54,7 +56,11 @@ def write_rows(
 
 
 def read_rows(
-    pools: tuple[Tensor, ...], heads: LayerHeads, slots: Tensor, *, implementation: str | None = None
+    pools: tuple[Tensor, ...],
+    heads: LayerHeads,
+    slots: Tensor,
+    *,
+    implementation: str | None = None,
 ) -> tuple[Tensor, ...]:
     """Copy keys and values of one layer from the pool.
 
@@ -65,7 +71,9 @@ def read_rows(
     Returns:
         [n, Hkv, d] of each pool, contiguous.
     """
-    rows: tuple[Tensor, ...] = dispatch.kernel("read_rows", slots.device.type, implementation)(pools, heads, slots)
+    rows: tuple[Tensor, ...] = dispatch.kernel("read_rows", slots.device.type, implementation)(
+        pools, heads, slots
+    )
     return rows
 
 

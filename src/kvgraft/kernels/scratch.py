@@ -11,8 +11,11 @@ _known = local()
 
 
 def room(use: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor for one use in this thread, until the next call for the same use; keeps the largest that it was."""
-    rooms: dict[tuple[str, torch.dtype, torch.device], Tensor] = vars(_known).setdefault("rooms", {})
+    """A tensor for one use in this thread, until the next call for the same use; keeps the largest
+    that it was."""
+    rooms: dict[tuple[str, torch.dtype, torch.device], Tensor] = vars(_known).setdefault(
+        "rooms", {}
+    )
     size, key = math.prod(shape), (use, dtype, device)
     if key not in rooms or rooms[key].numel() < size:
         with torch.inference_mode(False):  # or nobody could write to it outside

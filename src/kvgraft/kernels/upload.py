@@ -7,7 +7,8 @@ ALIGNED = 16  # bytes, at which each tensor of an upload begins
 
 
 def upload(device: torch.device, *tensors: Tensor) -> list[Tensor]:
-    """Copy CPU tensors to `device` in one transfer from pinned memory; what is there already is returned as it is.
+    """Copy CPU tensors to `device` in one transfer from pinned memory; what is there already is
+    returned as it is.
 
     From pageable memory, CUDA may first wait for what runs on the stream.
     """
@@ -19,5 +20,6 @@ def upload(device: torch.device, *tensors: Tensor) -> list[Tensor]:
         part[: tensor.nbytes].view(tensor.dtype).copy_(tensor.flatten())
     parts = packed.pin_memory().to(device, non_blocking=True).split(sizes)
     return [
-        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
     ]

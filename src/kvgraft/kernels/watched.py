@@ -1,4 +1,5 @@
-"""Stages of a decode step that can be watched, to say what each of them costs; they cost nothing where nobody does."""
+"""Stages of a decode step that can be watched, to say what each of them costs; they cost nothing
+where nobody does."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -7,7 +8,8 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Watcher = Callable[[str], AbstractContextManager[object]]  # is given the name of a stage, and entered around it
+# is given the name of a stage, and entered around it
+Watcher = Callable[[str], AbstractContextManager[object]]
 
 _watchers: list[Watcher] = []
 

@@ -1,8 +1,8 @@
 """The work of a step in equal shares, whatever the lengths of its sequences (Vortex, section 5.1).
 
-The units of all sequences (tiles of blocks or tokens) lie end to end, and every program takes as many consecutive ones:
-several programs share a long sequence, and one program may have several short ones.
-"""
+The units of all sequences (tiles of blocks or tokens) lie end to end, and every program takes as
+many consecutive ones: several programs share a long sequence, and one program may have several
+short ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ class Workload:
     """Which units each program takes.
 
     Attributes:
-        chunks: int32 [n, 3], consecutive units of one sequence: the sequence, its first unit, how many; in order. There
-            are `programs + S` of them, of which some may hold nothing.
+        chunks: int32 [n, 3], consecutive units of one sequence: the sequence, its first unit, how
+            many; in order. There are `programs + S` of them, of which some may hold nothing.
         programs: int32 [programs + 1], where the chunks of each program begin among all.
         sequences: int32 [S + 1], where those of each sequence do: partial results to be joined.
     """
@@ -45,8 +45,8 @@ class Workload:
 
 
 def plan_work(units: Tensor, programs: int) -> Workload:
-    """Shares for so many programs, none more than one unit above the average, where the lengths are: without a
-    synchronisation.
+    """Shares for so many programs, none more than one unit above the average, where the lengths
+    are: without a synchronisation.
 
     Args:
         units: int64 [S], of each sequence; S is at least 1.
@@ -62,8 +62,12 @@ def plan_work(units: Tensor, programs: int) -> Workload:
     begins = (torch.arange(programs, device=units.device) * share).minimum(total)
     cuts = torch.cat((starts, begins)).sort().values  # a chunk from each to the next
     sequence = torch.searchsorted(ends, cuts, right=True).clamp(max=len(units) - 1)
-    chunks = torch.stack((sequence, cuts - starts[sequence], torch.cat((cuts, total)).diff()), dim=1)
-    bounds = [torch.searchsorted(cuts, torch.cat((first, total))).int() for first in (begins, starts)]
+    chunks = torch.stack(
+        (sequence, cuts - starts[sequence], torch.cat((cuts, total)).diff()), dim=1
+    )
+    bounds = [
+        torch.searchsorted(cuts, torch.cat((first, total))).int() for first in (begins, starts)
+    ]
     return Workload(chunks.int(), *bounds)
 
 
@@ -76,11 +80,13 @@ def programs_of(device: torch.device) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """How many entries each sequence of a step has, and the plans that all layers of the step share.
+    """How many entries each sequence of a step has, and the plans that all layers of the step
+    share.
 
     Attributes:
         counts: int64 [S].
-        known: the same on the CPU, if the host knows them: then it makes the plans, in one copy each.
+        known: the same on the CPU, if the host knows them: then it makes the plans, in one copy
+            each.
     """
 
     counts: Tensor
@@ -88,10 +94,12 @@ class Lengths:
 
     @memoised
     def work(self, unit: int, share: int, plan: Callable[[Tensor, int, int], Workload]) -> Workload:
-        """For units of so many entries, and programs that each of `share` kernels of equal work can have.
+        """For units of so many entries, and programs that each of `share` kernels of equal work can
+        have.
 
         Args:
-            plan: makes a plan on the device of (counts, entries of a unit, programs), if the host does not know them.
+            plan: makes a plan on the device of (counts, entries of a unit, programs), if the host
+                does not know them.
         """
         programs = max(1, programs_of(self.counts.device) // share)
         if self.known is None:
@@ -100,8 +108,8 @@ class Lengths:
 
 
 def parts_of(lengths: Sequence[int]) -> list[tuple[slice, int]]:
-    """Consecutive sequences that batched torch computes together, and the length of the longest: as many as can be
-    without much padding. Parts that are empty are left out."""
+    """Consecutive sequences that batched torch computes together, and the length of the longest: as
+    many as can be without much padding. Parts that are empty are left out."""
     parts: list[tuple[slice, int]] = []
     first, total, most = 0, 0, 0
     for number, length in enumerate(lengths):

@@ -16,15 +16,17 @@ def slots_of(pages: Sequence[int], block_size: int) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of all streams (layer, KV head), addressed by slot (`page * block_size + offset`).
+    """Keys and values of all streams (layer, KV head), addressed by slot (`page * block_size +
+    offset`).
 
-    Keys are stored rotated (after RoPE). Both tensors are [layout.width, num_pages * block_size, head_dim]: which row
-    and which page list hold a head's tokens is what `layout` says.
+    Keys are stored rotated (after RoPE). Both tensors are [layout.width, num_pages * block_size,
+    head_dim]: which row and which page list hold a head's tokens is what `layout` says.
 
     Args:
-        latent: what is kept of a token serves as its key and as its value (MLA): both are the same tensor.
-        residual_layers: layers of which the residual stream that enters them is kept, too, `hidden_size` numbers a
-            token; it lies in the pages of the first list.
+        latent: what is kept of a token serves as its key and as its value (MLA): both are the same
+            tensor.
+        residual_layers: layers of which the residual stream that enters them is kept, too,
+            `hidden_size` numbers a token; it lies in the pages of the first list.
     """
 
     def __init__(
@@ -45,14 +47,23 @@ class KVCache:
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = self.keys if latent else torch.empty_like(self.keys)
         self.pools = (self.keys,) if latent else (self.keys, self.values)
-        self.residuals = {layer: self.keys.new_empty(shape[1], hidden_size) for layer in sorted(residual_layers)}
+        self.residuals = {
+            layer: self.keys.new_empty(shape[1], hidden_size) for layer in sorted(residual_layers)
+        }
 
     @staticmethod
     def bytes_per_page(
-        layout: StreamLayout, block_size: int, head_dim: int, dtype: torch.dtype, latent: bool = False, beside: int = 0
+        layout: StreamLayout,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        latent: bool = False,
+        beside: int = 0,
     ) -> int:
         """Bytes of one page: keys and values together, and `beside` numbers a token."""
-        return ((1 if latent else 2) * layout.width * head_dim + beside) * block_size * dtype.itemsize
+        return (
+            ((1 if latent else 2) * layout.width * head_dim + beside) * block_size * dtype.itemsize
+        )
 
     @property
     def page_bytes(self) -> int:
@@ -61,7 +72,8 @@ class KVCache:
         return sum(tensor.nbytes for tensor in tensors) * self.block_size // self.keys.shape[1]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values [n, num_kv_heads, head_dim] of one layer at slots int64 [lists, n], each list's own."""
+        """Store keys and values [n, num_kv_heads, head_dim] of one layer at slots int64 [lists, n],
+        each list's own."""
         write_rows(self.pools, (keys, values)[: len(self.pools)], self.layout.layers[layer], slots)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,17 +90,21 @@ class KVCache:
         if missing := sorted(set(layers) - self.residuals.keys()):
             kept = ", ".join(map(str, self.residuals)) or "none"
             raise ValueError(
-                f"the residual stream that enters layer {missing[0]} is not kept (residual_layers: {kept})"
+                f"the residual stream that enters layer {missing[0]} is not kept (residual_layers: "
+                f"{kept})"
             )
 
     def write_residual(self, layer: int, slots: Tensor, states: Tensor) -> None:
-        """Keep the states [n, D] that enter a layer, if it is one of the residual_layers, at slots int64 [lists, n]."""
+        """Keep the states [n, D] that enter a layer, if it is one of the residual_layers, at slots
+        int64 [lists, n]."""
         if layer in self.residuals:
             self.residuals[layer][slots[0]] = states
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy whole pages."""
-        old, new = (slots_of(pages, self.block_size).to(self.keys.device) for pages in (source, target))
+        old, new = (
+            slots_of(pages, self.block_size).to(self.keys.device) for pages in (source, target)
+        )
         for pool in self.pools:
             pool[:, new] = pool[:, old]
 

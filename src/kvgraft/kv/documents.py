@@ -1,4 +1,5 @@
-"""Documents that were read on their own, whole and outside the page pool; of them a prompt keeps a part (SamKV)."""
+"""Documents that were read on their own, whole and outside the page pool; of them a prompt keeps a
+part (SamKV)."""
 
 import hashlib
 from collections import OrderedDict
@@ -14,8 +15,8 @@ class BlockCut:
 
     Attributes:
         size: tokens of a block.
-        initial, local: blocks at the beginning and at the end that are always kept; a document that has no more is kept
-            whole.
+        initial, local: blocks at the beginning and at the end that are always kept; a document that
+            has no more is kept whole.
     """
 
     size: int = 64
@@ -39,23 +40,28 @@ class BlockCut:
     def middle_tokens(self, num_tokens: int) -> range:
         """The tokens of the middle blocks."""
         middle = self.middle(num_tokens)
-        return range(min(middle.start * self.size, num_tokens), min(middle.stop * self.size, num_tokens))
+        return range(
+            min(middle.start * self.size, num_tokens), min(middle.stop * self.size, num_tokens)
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """A text that was read on its own, from position 0, and what is known of its blocks at load time.
+    """A text that was read on its own, from position 0, and what is known of its blocks at load
+    time.
 
     Attributes:
         keys, values: [L, Hkv, n, d]; keys are rotated for positions 0..n-1.
         block_size: tokens of each of the B blocks, of which the last may be shorter.
         block_keys: [L, B, Hkv, d], the mean key of each block.
         local_query: [L, Hq, d], the mean query of the local blocks (Q_loc).
-        exponents: float32 [L, B], of the power law by which the attention that a block's representative token receives
-            decays: the smallest is the most important block (Appendix A.1). Infinite where too little text follows.
-        attention: float32 [L, B], what it receives on average: the smallest is the most unimportant block.
-        outliers: bool [L, n], representative tokens of middle blocks whose exponent is exceptionally small among these:
-            to be recomputed.
+        exponents: float32 [L, B], of the power law by which the attention that a block's
+            representative token receives decays: the smallest is the most important block (Appendix
+            A.1). Infinite where too little text follows.
+        attention: float32 [L, B], what it receives on average: the smallest is the most unimportant
+            block.
+        outliers: bool [L, n], representative tokens of middle blocks whose exponent is
+            exceptionally small among these: to be recomputed.
     """
 
     keys: Tensor
@@ -82,12 +88,15 @@ class DocumentStore:
     """Documents by their tokens and scope, least recently used out first.
 
     Args:
-        capacity: bytes. What a running request holds stays until it ends, whether it is still here or not.
+        capacity: bytes. What a running request holds stays until it ends, whether it is still here
+            or not.
     """
 
     def __init__(self, capacity: int) -> None:
         if capacity < 0:
-            raise ValueError(f"the capacity of the document store must be at least 0 bytes, got {capacity}")
+            raise ValueError(
+                f"the capacity of the document store must be at least 0 bytes, got {capacity}"
+            )
         self.capacity = capacity
         self.nbytes = 0
         self._documents: OrderedDict[bytes, Document] = OrderedDict()
@@ -103,7 +112,8 @@ class DocumentStore:
         return self._documents.get(key)
 
     def put(self, tokens: np.ndarray, scope: bytes, blocks: BlockCut, document: Document) -> None:
-        """Keep a document, in place of older ones if there is no room; one larger than the store is not kept."""
+        """Keep a document, in place of older ones if there is no room; one larger than the store is
+        not kept."""
         if document.nbytes > self.capacity:
             return
         key = _key(tokens, scope, blocks)

@@ -16,9 +16,10 @@ SIGMAS = 3.0  # of the PauTa criterion
 
 @dataclass(frozen=True, eq=False)
 class Received:
-    """Of every token, float32 [n]: `mean` attention from the tokens behind it, over all heads, and the `exponent` of
-    the power law y = x ** -exponent by which it decays with the distance x; infinite if fewer than 8 follow. The law
-    has no other factor: only so does a smaller exponent mean more attention everywhere."""
+    """Of every token, float32 [n]: `mean` attention from the tokens behind it, over all heads, and
+    the `exponent` of the power law y = x ** -exponent by which it decays with the distance x;
+    infinite if fewer than 8 follow. The law has no other factor: only so does a smaller exponent
+    mean more attention everywhere."""
 
     mean: Tensor
     exponent: Tensor
@@ -26,7 +27,8 @@ class Received:
 
 @dataclass(frozen=True, eq=False)
 class BlockImportance:
-    """Of every block [B] the representative token (int64), its exponent and its mean attention (float32)."""
+    """Of every block [B] the representative token (int64), its exponent and its mean attention
+    (float32)."""
 
     representative: Tensor
     exponent: Tensor
@@ -36,22 +38,26 @@ class BlockImportance:
 def received_attention(
     query: Tensor, keys: Tensor, over_heads: Callable[[Tensor], Tensor] = lambda weights: weights
 ) -> Received:
-    """One layer of a text: query [n, Hq, d] and keys [n, Hkv, d], rotated. Least squares in log-log space,
-    through the point (1, 1).
+    """One layer of a text: query [n, Hq, d] and keys [n, Hkv, d], rotated. Least squares in log-log
+    space, through the point (1, 1).
 
     Args:
         over_heads: what is summed over these heads -> over all, if there are others.
     """
     count, size = keys.shape[0], keys.shape[-1]
     here = torch.arange(count, device=keys.device)
-    grouped = (query.float() * size**-0.5).unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)  # [Hkv, G, n, d]
+    # [Hkv, G, n, d]
+    grouped = (query.float() * size**-0.5).unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)
     transposed = keys.float().permute(1, 2, 0)[:, None]  # [Hkv, 1, d, n]
     sums = torch.zeros(3, count, dtype=torch.float64, device=keys.device)  # y, log x log y, log^2 x
     rows = min(max(MOST_WEIGHTS // (count * query.shape[1]), 1), MOST_ROWS)
     for start, stop in pairwise([*range(0, count, rows), count]):
         at, past = here[start:stop, None], here[:stop]
         logits = grouped[:, :, start:stop] @ transposed[..., :stop]  # [Hkv, G, r, m]
-        summed = over_heads(logits.masked_fill(past > at, float("-inf")).softmax(-1).sum((0, 1))).double()  # [r, m]
+        # [r, m]
+        summed = over_heads(
+            logits.masked_fill(past > at, float("-inf")).softmax(-1).sum((0, 1))
+        ).double()
         weights = summed / summed.sum(1, keepdim=True)  # every head gives 1 in all
         behind = past < at
         x = (at - past).clamp(min=1).double().log()
@@ -70,13 +76,17 @@ def by_block(received: Received, block_size: int) -> BlockImportance:
     count = received.mean.numel()
     padded = torch.nn.functional.pad(received.mean, (0, -count % block_size), value=-1.0)
     representative = padded.view(-1, block_size).argmax(1)
-    representative += block_size * torch.arange(representative.numel(), device=representative.device)
-    return BlockImportance(representative, received.exponent[representative], received.mean[representative])
+    representative += block_size * torch.arange(
+        representative.numel(), device=representative.device
+    )
+    return BlockImportance(
+        representative, received.exponent[representative], received.mean[representative]
+    )
 
 
 def exceptionally_small(values: Tensor) -> Tensor:
-    """bool [B]: more than three standard deviations below the mean (PauTa criterion); infinite values do not count.
-    Among fewer than eleven values nothing can be."""
+    """bool [B]: more than three standard deviations below the mean (PauTa criterion); infinite
+    values do not count. Among fewer than eleven values nothing can be."""
     finite = values[values.isfinite()]
     if finite.numel() < 2:
         return torch.zeros_like(values, dtype=torch.bool)

@@ -19,24 +19,34 @@ class PageLists:
         spare: pages reserved for its local lists.
     """
 
-    def __init__(self, layout: StreamLayout, num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: StreamLayout, num_blocks: int, block_size: int, device: torch.device
+    ) -> None:
         self.layout = layout
         self.block_size = block_size
         self.pages = np.full((layout.num_lists, num_blocks), -1, np.int64)
-        self.slots = torch.full((layout.num_lists, num_blocks * block_size), -1, dtype=torch.int64, device=device)
+        self.slots = torch.full(
+            (layout.num_lists, num_blocks * block_size), -1, dtype=torch.int64, device=device
+        )
         self.spare: list[int] = []
 
     @property
     def held(self) -> list[int]:
         """Every page, each once, in the order in which they may be reclaimed last."""
-        return [*self.pages[0][self.pages[0] >= 0].tolist(), *self.pages[1:][self.pages[1:] >= 0].tolist(), *self.spare]
+        return [
+            *self.pages[0][self.pages[0] >= 0].tolist(),
+            *self.pages[1:][self.pages[1:] >= 0].tolist(),
+            *self.spare,
+        ]
 
     def place(self, lists: slice, blocks: np.ndarray, pages: np.ndarray) -> None:
         """Put pages int [lists, b] into blocks int [b]; -1 takes them out."""
         self.pages[lists, blocks] = pages
         slots = pages[..., None] * self.block_size + np.arange(self.block_size)
         slots[pages < 0] = -1
-        places, placed = upload(self.slots.device, torch.from_numpy(blocks), torch.from_numpy(slots))
+        places, placed = upload(
+            self.slots.device, torch.from_numpy(blocks), torch.from_numpy(slots)
+        )
         self.slots.view(len(self.slots), -1, self.block_size)[lists, places] = placed
 
     def shorten(self, num_blocks: int) -> list[int]:
@@ -86,7 +96,8 @@ class LocalPages:
         self._owner_versions = np.zeros((pool.num_pages, num_local_lists), np.int64)
 
     def record(self, pages: np.ndarray, local: np.ndarray) -> None:
-        """pages int [b] of the first list, local int [local lists, b], -1 where there is none: what was known stays."""
+        """pages int [b] of the first list, local int [local lists, b], -1 where there is none: what
+        was known stays."""
         new = local.T >= 0  # [b, lists]
         rows = np.repeat(pages[:, None], new.shape[1], axis=1)[new]
         columns = np.broadcast_to(np.arange(new.shape[1]), new.shape)[new]

@@ -1,9 +1,10 @@
-"""Physical blocks of the KV pool: reference counts, reuse by exact prefix, least-recently-used reclaim.
+"""Physical blocks of the KV pool: reference counts, reuse by exact prefix, least-recently-used
+reclaim.
 
-Only bookkeeping lives here; the tensors are in `kvgraft.kv.cache`. A page is in exactly one of two states:
-*used* (reference count > 0) or *free*. A free page may still hold content that a lookup can find; it keeps that
-content until `allocate` reclaims it, oldest first. Pinned pages are used pages whose reference the pinned documents hold.
-"""
+Only bookkeeping lives here; the tensors are in `kvgraft.kv.cache`. A page is in exactly one of two
+states: *used* (reference count > 0) or *free*. A free page may still hold content that a lookup can
+find; it keeps that content until `allocate` reclaims it, oldest first. Pinned pages are used pages
+whose reference the pinned documents hold."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -25,19 +26,25 @@ class PagePool:
     Args:
         num_pages: pages in the pool.
         block_size: tokens a page holds.
-        on_drop: called with the pages whose content has just become unreachable (tests poison them).
+        on_drop: called with the pages whose content has just become unreachable (tests poison
+            them).
     """
 
-    def __init__(self, num_pages: int, block_size: int, on_drop: PageListener | None = None) -> None:
+    def __init__(
+        self, num_pages: int, block_size: int, on_drop: PageListener | None = None
+    ) -> None:
         if num_pages < 1 or block_size < 1:
-            raise ValueError(f"num_pages and block_size must be positive, got {num_pages} and {block_size}")
+            raise ValueError(
+                f"num_pages and block_size must be positive, got {num_pages} and {block_size}"
+            )
         self.num_pages = num_pages
         self.block_size = block_size
         self.ref_counts = np.zeros(num_pages, np.int32)
         self.versions = np.zeros(num_pages, np.int64)  # grows when a page loses its content
         self.hit_counts = np.zeros(num_pages, np.int64)  # how often the page's content was reused
         self._kept = np.zeros(num_pages, bool)  # content worth keeping while the page is free
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))  # first is reclaimed first
+        # first is reclaimed first
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
         self._page_by_hash: dict[bytes, int] = {}
         self._hash_by_page: dict[int, bytes] = {}
         self.on_drop = on_drop
@@ -57,9 +64,12 @@ class PagePool:
         return int(self.ref_counts[page])
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages with one reference each, reclaiming the least recently used content."""
+        """Take `count` pages with one reference each, reclaiming the least recently used
+        content."""
         if count > self.num_free:
-            raise PoolExhausted(f"{count} pages asked for, {self.num_free} of {self.num_pages} are free")
+            raise PoolExhausted(
+                f"{count} pages asked for, {self.num_free} of {self.num_pages} are free"
+            )
         pages = list(islice(self._free, count))
         for page in pages:
             del self._free[page]
@@ -75,12 +85,15 @@ class PagePool:
         np.add.at(self.ref_counts, np.array(pages, np.int64), _ONE)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give references back, last page first, so that the tail of a request is reclaimed before its head."""
+        """Give references back, last page first, so that the tail of a request is reclaimed before
+        its head."""
         where = np.array(pages, np.int64)
         np.subtract.at(self.ref_counts, where, _ONE)
         if (missing := self.ref_counts[where] < 0).any():
             np.add.at(self.ref_counts, where, _ONE)
-            raise RuntimeError(f"page {where[missing][0]} was released more often than it was acquired")
+            raise RuntimeError(
+                f"page {where[missing][0]} was released more often than it was acquired"
+            )
         freed = where[self.ref_counts[where] == 0]
         self._free.update(dict.fromkeys(_last_first(freed)))
         emptied = _last_first(freed[~self._kept[freed]])
@@ -89,7 +102,8 @@ class PagePool:
         self._drop(emptied)
 
     def keep(self, pages: Sequence[int]) -> None:
-        """Mark content as worth finding again: it outlives its last reference until it is reclaimed."""
+        """Mark content as worth finding again: it outlives its last reference until it is
+        reclaimed."""
         self._kept[pages] = True
 
     def forget(self, pages: Sequence[int]) -> None:
@@ -99,7 +113,8 @@ class PagePool:
         self._drop([page for page in pages if self._kept[page]])
 
     def publish(self, page: int, chain_hash: bytes) -> None:
-        """Offer a page's *exact* content to prefix lookups. The first page of a hash stays the canonical one."""
+        """Offer a page's *exact* content to prefix lookups. The first page of a hash stays the
+        canonical one."""
         if self._page_by_hash.setdefault(chain_hash, page) == page:
             self._hash_by_page[page] = chain_hash
         self.keep([page])
@@ -121,8 +136,15 @@ class PagePool:
         return self.versions[pages] == versions
 
     def clear(self) -> None:
-        """Forget all content; only free pages may hold any, so this needs an idle pool apart from pinned pages."""
-        self._drop([page for page in range(self.num_pages) if self._kept[page] and self.ref_counts[page] == 0])
+        """Forget all content; only free pages may hold any, so this needs an idle pool apart from
+        pinned pages."""
+        self._drop(
+            [
+                page
+                for page in range(self.num_pages)
+                if self._kept[page] and self.ref_counts[page] == 0
+            ]
+        )
 
     def check(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise RuntimeError unless the counts follow from the block tables that are alive."""
@@ -131,7 +153,10 @@ class PagePool:
             np.add.at(expected, np.asarray(table, np.int64), 1)
         wrong = np.flatnonzero(expected != self.ref_counts)
         if wrong.size:
-            raise RuntimeError(f"reference counts of pages {wrong[:8].tolist()} do not follow from the block tables")
+            raise RuntimeError(
+                f"reference counts of pages {wrong[:8].tolist()} do not follow from the block "
+                "tables"
+            )
         if set(self._free) != set(np.flatnonzero(self.ref_counts == 0).tolist()):
             raise RuntimeError("the free list is not the set of pages without references")
         if any(self._page_by_hash.get(key) != page for page, key in self._hash_by_page.items()):

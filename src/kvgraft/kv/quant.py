@@ -18,12 +18,16 @@ def quantise(tensor: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: another shape or dtype, or values that are not finite in float32.
     """
     if tensor.dim() != 3 or not tensor.shape[1] or not tensor.is_floating_point():
-        raise ValueError(f"cannot quantise {tensor.dtype} {list(tensor.shape)}: must be floating point [streams, n, d]")
+        raise ValueError(
+            f"cannot quantise {tensor.dtype} {list(tensor.shape)}: must be floating point "
+            "[streams, n, d]"
+        )
     values = tensor.float()
     if not torch.isfinite(values).all():
         raise ValueError("cannot quantise values that are not finite")
     scale = values.abs().amax(dim=1, keepdim=True) / _LEVELS
-    scale.clamp_(min=torch.finfo(torch.float32).tiny)  # of subnormal values, and of zeros, which stay zeros
+    # of subnormal values, and of zeros, which stay zeros
+    scale.clamp_(min=torch.finfo(torch.float32).tiny)
     return (values / scale).round_().clamp_(-_LEVELS, _LEVELS).to(torch.int8), scale
 
 

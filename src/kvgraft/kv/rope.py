@@ -1,10 +1,11 @@
-"""Static rotary position embedding (RoPE), half-split layout: element i turns with element i + head_dim / 2.
+"""Static rotary position embedding (RoPE), half-split layout: element i turns with element i +
+head_dim / 2.
 
-Where only a part of a head turns (MLA), its pairs are the last of each half, and all others stand still.
+Where only a part of a head turns (MLA), its pairs are the last of each half, and all others stand
+still.
 
-`R(new - old)` moves a cached key from one position to another (SparseX, section 3.1). That holds only while
-the frequencies do not depend on the sequence, so every dynamic kind is refused.
-"""
+`R(new - old)` moves a cached key from one position to another (SparseX, section 3.1). That holds
+only while the frequencies do not depend on the sequence, so every dynamic kind is refused."""
 
 import math
 from collections.abc import Mapping
@@ -54,13 +55,14 @@ class Rope:
         original_max_position: positions that the model was first trained on; llama3 and yarn.
         beta_fast, beta_slow, truncate: yarn only.
         factors: longrope only, by which each frequency is divided, [num_turning / 2].
-        attention_factor: by which a host multiplies cosine and sine when it rotates a fresh query or key; 1.0 but for
-            yarn and longrope. `table` leaves it out, since a shift must not apply it again.
+        attention_factor: by which a host multiplies cosine and sine when it rotates a fresh query
+            or key; 1.0 but for yarn and longrope. `table` leaves it out, since a shift must not
+            apply it again.
         rotary_dim: elements of a head that turn; None is all.
 
     Raises:
-        ValueError: odd head_dim or rotary_dim, unknown kind, `factors` of another length, or a parameter that is not
-            positive and finite.
+        ValueError: odd head_dim or rotary_dim, unknown kind, `factors` of another length, or a
+            parameter that is not positive and finite.
     """
 
     head_dim: int
@@ -79,19 +81,30 @@ class Rope:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
-            raise ValueError(f"rope kind {self.kind!r}: allowed are {', '.join(get_args(Kind))} (static frequencies)")
+            raise ValueError(
+                f"rope kind {self.kind!r}: allowed are {', '.join(get_args(Kind))} (static "
+                "frequencies)"
+            )
         if self.head_dim <= 0 or self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim}: must be positive and even")
         if not 0 < self.num_turning <= self.head_dim or self.num_turning % 2:
-            raise ValueError(f"rotary_dim {self.rotary_dim}: must be positive, even and at most {self.head_dim}")
+            raise ValueError(
+                f"rotary_dim {self.rotary_dim}: must be positive, even and at most {self.head_dim}"
+            )
         for name in (*_FIELDS.values(), "attention_factor"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"rope {name} {getattr(self, name)}: must be positive and finite")
         if self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(f"low_freq_factor {self.low_freq_factor}: must be below {self.high_freq_factor}")
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor}: must be below {self.high_freq_factor}"
+            )
         num_factors = self.num_turning // 2 if self.kind == "longrope" else 0
-        if len(self.factors) != num_factors or not all(0 < factor < math.inf for factor in self.factors):
-            raise ValueError(f"rope factors {self.factors}: must be {num_factors}, positive and finite")
+        if len(self.factors) != num_factors or not all(
+            0 < factor < math.inf for factor in self.factors
+        ):
+            raise ValueError(
+                f"rope factors {self.factors}: must be {num_factors}, positive and finite"
+            )
 
     @property
     def num_turning(self) -> int:
@@ -106,14 +119,17 @@ class Rope:
         rotary_dim: int | None = None,
         max_position: int | None = None,
     ) -> "Rope":
-        """Read a Hugging Face `rope_parameters` dict (or `rope_scaling` with its `rope_theta` put in).
+        """Read a Hugging Face `rope_parameters` dict (or `rope_scaling` with its `rope_theta` put
+        in).
 
         Args:
-            max_position: the longest prompt that the host takes. Longrope needs it: beyond the original context
-                its long factors serve all prompts, as in vLLM; and over that context it is the default of `factor`.
+            max_position: the longest prompt that the host takes. Longrope needs it: beyond the
+                original context its long factors serve all prompts, as in vLLM; and over that
+                context it is the default of `factor`.
 
         Raises:
-            ValueError: a kind that is not static, a partial rotation, an unknown key, or a key that the kind lacks.
+            ValueError: a kind that is not static, a partial rotation, an unknown key, or a key that
+                the kind lacks.
         """
         given = {key: value for key, value in parameters.items() if value is not None}
         if unknown := sorted(given.keys() - _KNOWN):
@@ -123,7 +139,9 @@ class Rope:
         named = given.get("rope_type", given.get("type", "default"))
         kind: Any = "yarn" if named in _DEEPSEEK else named
         if kind not in _NEEDED:
-            raise ValueError(f"rope_type {kind!r}: allowed are {', '.join(_NEEDED)} (static frequencies)")
+            raise ValueError(
+                f"rope_type {kind!r}: allowed are {', '.join(_NEEDED)} (static frequencies)"
+            )
         if missing := [key for key in _NEEDED[kind] if key not in given]:
             raise ValueError(f"rope_type {kind!r} needs {missing}")
         fields = {_FIELDS[key]: given[key] for key in _NEEDED[kind] if key in _FIELDS}
@@ -136,19 +154,19 @@ class Rope:
     def inverse_frequencies(self, device: torch.device | str = "cpu") -> Tensor:
         """Radians per position, float64 [head_dim / 2], cached per device: do not write to it.
 
-        The values are rounded to float32, as every host computes them, so that a rotation by `new - old` uses
-        the very frequencies by which the host rotated its keys.
-        """
+        The values are rounded to float32, as every host computes them, so that a rotation by `new -
+        old` uses the very frequencies by which the host rotated its keys."""
         return _inverse_frequencies(self, torch.device(device))
 
     def table(self, positions: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, float32 [n, head_dim / 2], of integer positions [n], which may be negative (shifts).
+        """Cosine and sine, float32 [n, head_dim / 2], of integer positions [n], which may be
+        negative (shifts).
 
         Angles are taken in float64, so that they are exact to float32 at positions of millions.
 
         Args:
-            longest: above all positions, none of them negative, if known: then rows are taken from a table that is
-                kept.
+            longest: above all positions, none of them negative, if known: then rows are taken from
+                a table that is kept.
         """
         if longest is not None:
             cos, sin = self.kept_table(longest, positions.device)
@@ -158,7 +176,8 @@ class Rope:
         return angles.cos().float(), angles.sin().float()
 
     def kept_table(self, longest: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What `table` takes rows from, float32 [m, head_dim / 2] each: the same tensors for all `longest` up to m."""
+        """What `table` takes rows from, float32 [m, head_dim / 2] each: the same tensors for all
+        `longest` up to m."""
         return _kept_table(self, 1 << max(LEAST_KEPT, longest - 1).bit_length(), device)
 
     def fresh_table(self, positions: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
@@ -170,8 +189,8 @@ class Rope:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [n, H, D] by cos, sin [n, D/2], or by what `by_head` made of them; in float32, returned in the dtype of
-    x."""
+    """Rotate x [n, H, D] by cos, sin [n, D/2], or by what `by_head` made of them; in float32,
+    returned in the dtype of x."""
     if cos.dim() == 2:
         cos, sin = cos[:, None, None], sin[:, None]
     halves = x.float().unflatten(-1, (2, -1))  # [n, H, 2, D/2]
@@ -182,19 +201,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def by_head(cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Tables [n, D/2] laid out as what they turn, [n, H, 2, D/2] and [n, H, D/2]: for many calls of `rotate`, whose
-    longest pass is one over contiguous memory then."""
+    """Tables [n, D/2] laid out as what they turn, [n, H, 2, D/2] and [n, H, D/2]: for many calls of
+    `rotate`, whose longest pass is one over contiguous memory then."""
     return (
         cos[:, None, None].expand(-1, num_heads, 2, -1).contiguous(),
         sin[:, None].expand(-1, num_heads, -1).contiguous(),
     )
 
 
-def rotate_part(x: Tensor, cos: Tensor, sin: Tensor, first: int = 0, interleaved: bool = False) -> Tensor:
-    """Rotate some channels of x [n, H, D] as `rotate` does: as many as the tables are for, from `first` on.
+def rotate_part(
+    x: Tensor, cos: Tensor, sin: Tensor, first: int = 0, interleaved: bool = False
+) -> Tensor:
+    """Rotate some channels of x [n, H, D] as `rotate` does: as many as the tables are for, from
+    `first` on.
 
     Args:
-        interleaved: whether channel 2i of these turns with 2i + 1, not i with the one in the other half.
+        interleaved: whether channel 2i of these turns with 2i + 1, not i with the one in the other
+            half.
     """
     stop = first + 2 * cos.shape[-1]
     if first == 0 and stop == x.shape[-1] and not interleaved:  # most models: no part is copied
@@ -216,14 +239,17 @@ def _kept_table(rope: Rope, size: int, device: torch.device) -> tuple[Tensor, Te
 
 @lru_cache(maxsize=64)
 def _inverse_frequencies(rope: Rope, device: torch.device) -> Tensor:
-    exponents = torch.arange(0, rope.num_turning, 2, dtype=torch.float32, device="cpu") / rope.num_turning
+    exponents = (
+        torch.arange(0, rope.num_turning, 2, dtype=torch.float32, device="cpu") / rope.num_turning
+    )
     frequencies = _stretched(rope, rope.theta**exponents)
     still = (rope.head_dim - rope.num_turning) // 2
     return F.pad(frequencies, (still, 0)).to(device, torch.float64)
 
 
 def _stretched(rope: Rope, periods: Tensor) -> Tensor:
-    """Positions per radian, float32 [num_turning / 2] -> radians per position, as the kind has them."""
+    """Positions per radian, float32 [num_turning / 2] -> radians per position, as the kind has
+    them."""
     match rope.kind:
         case "linear":
             return 1.0 / periods / rope.factor
@@ -231,7 +257,10 @@ def _stretched(rope: Rope, periods: Tensor) -> Tensor:
             bounds = rope.low_freq_factor, rope.high_freq_factor
             return rope_scaling.llama3(periods, rope.factor, *bounds, rope.original_max_position)
         case "yarn":
-            bounds, where = (rope.beta_fast, rope.beta_slow), (rope.original_max_position, rope.truncate)
+            bounds, where = (
+                (rope.beta_fast, rope.beta_slow),
+                (rope.original_max_position, rope.truncate),
+            )
             return rope_scaling.yarn(periods, rope.theta, rope.factor, *bounds, *where)
         case "longrope":
             return 1.0 / (torch.tensor(rope.factors, dtype=torch.float32, device="cpu") * periods)
@@ -242,13 +271,19 @@ def _yarn(given: Mapping[str, Any], deepseek: bool) -> dict[str, Any]:
     """The fields of yarn that need not be given; vLLM ignores `truncate` in DeepSeek's models."""
     betas = {key: given[key] for key in ("beta_fast", "beta_slow") if given.get(key)}
     attention_factor = rope_scaling.yarn_attention_factor(given, deepseek)
-    return betas | {"truncate": deepseek or bool(given.get("truncate", True)), "attention_factor": attention_factor}
+    return betas | {
+        "truncate": deepseek or bool(given.get("truncate", True)),
+        "attention_factor": attention_factor,
+    }
 
 
 def _longrope(given: Mapping[str, Any], max_position: int | None) -> dict[str, Any]:
     """The fields of longrope."""
     if max_position is None:
-        raise ValueError("rope_type 'longrope': its frequencies depend on the longest prompt, which is not fixed here")
+        raise ValueError(
+            "rope_type 'longrope': its frequencies depend on the longest prompt, which is not "
+            "fixed here"
+        )
     which = "long" if max_position > given[_ORIGINAL] else "short"
     attention_factor = given.get(f"{which}_mscale", given.get("attention_factor"))
     if attention_factor is None:

@@ -1,7 +1,8 @@
-"""How static RoPE kinds stretch the frequencies of longer contexts, rounded as transformers and vLLM round them.
+"""How static RoPE kinds stretch the frequencies of longer contexts, rounded as transformers and
+vLLM round them.
 
-`periods` are positions per radian, float32 [rotary_dim / 2], rising; the results are radians per position, likewise.
-"""
+`periods` are positions per radian, float32 [rotary_dim / 2], rising; the results are radians per
+position, likewise."""
 
 import math
 from collections.abc import Mapping
@@ -11,8 +12,11 @@ import torch
 from torch import Tensor
 
 
-def llama3(periods: Tensor, factor: float, low: float, high: float, original_max_position: int) -> Tensor:
-    """Llama 3: keep short wavelengths, divide the frequencies of long ones by `factor`, interpolate between.
+def llama3(
+    periods: Tensor, factor: float, low: float, high: float, original_max_position: int
+) -> Tensor:
+    """Llama 3: keep short wavelengths, divide the frequencies of long ones by `factor`, interpolate
+    between.
 
     low, high: turns within the original context at which the interpolation begins and ends.
     """
@@ -23,9 +27,16 @@ def llama3(periods: Tensor, factor: float, low: float, high: float, original_max
 
 
 def yarn(
-    periods: Tensor, theta: float, factor: float, fast: float, slow: float, original_max_position: int, truncate: bool
+    periods: Tensor,
+    theta: float,
+    factor: float,
+    fast: float,
+    slow: float,
+    original_max_position: int,
+    truncate: bool,
 ) -> Tensor:
-    """YaRN (Peng et al., 2023, section 3.2): interpolate linearly in the index of the frequency, not in its turns.
+    """YaRN (Peng et al., 2023, section 3.2): interpolate linearly in the index of the frequency,
+    not in its turns.
 
     fast, slow: turns within the original context between which it interpolates.
     truncate: whether the indices that belong to them are rounded outwards.
@@ -46,10 +57,13 @@ def yarn(
 
 
 def yarn_attention_factor(parameters: Mapping[str, Any], deepseek: bool) -> float:
-    """By which queries and keys grow, of `rope_parameters`; `deepseek`: as vLLM reads them for DeepSeek's models."""
+    """By which queries and keys grow, of `rope_parameters`; `deepseek`: as vLLM reads them for
+    DeepSeek's models."""
     factor = parameters["factor"]
     if deepseek:
-        return mscale(factor, parameters.get("mscale", 1.0)) / mscale(factor, parameters.get("mscale_all_dim", 0.0))
+        return mscale(factor, parameters.get("mscale", 1.0)) / mscale(
+            factor, parameters.get("mscale_all_dim", 0.0)
+        )
     if (given := parameters.get("attention_factor")) is not None:
         return float(given)
     own, all_dims = parameters.get("mscale"), parameters.get("mscale_all_dim")
@@ -57,7 +71,8 @@ def yarn_attention_factor(parameters: Mapping[str, Any], deepseek: bool) -> floa
 
 
 def mscale(factor: float, weight: float = 1.0) -> float:
-    """YaRN's correction of the attention logits (section 3.4), the root of it: 1 + 0.1 weight log(factor)."""
+    """YaRN's correction of the attention logits (section 3.4), the root of it: 1 + 0.1 weight
+    log(factor)."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

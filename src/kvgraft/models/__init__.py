@@ -5,4 +5,12 @@ from kvgraft.models.get import get_model
 from kvgraft.models.known import KNOWN, KnownModel
 from kvgraft.models.named import NamedModel, named_models
 
-__all__ = ["KNOWN", "KnownModel", "NamedModel", "find_model", "get_model", "is_name", "named_models"]
+__all__ = [
+    "KNOWN",
+    "KnownModel",
+    "NamedModel",
+    "find_model",
+    "get_model",
+    "is_name",
+    "named_models",
+]

@@ -21,15 +21,19 @@ END_OF_ANSWER = ("eos", "eot", "eom")  # of text, turn, message
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Write config.json, generation_config.json, model.safetensors (float32), tokenizer and chat template.
+    """Write config.json, generation_config.json, model.safetensors (float32), tokenizer and chat
+    template.
 
     Raises:
-        ValueError: it is no GGUF file, holds another architecture, or something that would be lost on the way.
+        ValueError: it is no GGUF file, holds another architecture, or something that would be lost
+            on the way.
     """
     metadata, num_tensors = _read(gguf)
     architecture = str(metadata.get("general.architecture"))
     if architecture not in ARCHITECTURES:
-        raise ValueError(f"GGUF architecture {architecture!r} is not supported: {', '.join(ARCHITECTURES)} are")
+        raise ValueError(
+            f"GGUF architecture {architecture!r} is not supported: {', '.join(ARCHITECTURES)} are"
+        )
     _refuse([*_left_out(metadata, architecture)])
     model, tokenizer = _load(gguf)
     tied = bool(model.config.tie_word_embeddings)
@@ -42,12 +46,18 @@ def convert(gguf: Path, out: Path) -> None:
     out.mkdir()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     special = _special_ids(metadata)
-    config = model.config.to_dict() | {"architectures": [ARCHITECTURES[architecture]], "dtype": "float32"} | special
+    config = (
+        model.config.to_dict()
+        | {"architectures": [ARCHITECTURES[architecture]], "dtype": "float32"}
+        | special
+    )
     for name in ("quantization_config", "_name_or_path"):
         config.pop(name, None)
     (out / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     ends = [metadata.get(f"tokenizer.ggml.{end}_token_id") for end in END_OF_ANSWER]
-    generation = special | {"eos_token_id": [*dict.fromkeys(int(end) for end in ends if end is not None)]}
+    generation = special | {
+        "eos_token_id": [*dict.fromkeys(int(end) for end in ends if end is not None)]
+    }
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
     tokenizer.save_pretrained(out)
 
@@ -63,7 +73,8 @@ def _read(gguf: Path) -> tuple[dict[str, Any], int]:
 
 
 def _left_out(metadata: Mapping[str, Any], architecture: str) -> Iterator[str]:
-    """What transformers does not take over of these architectures, so that the model would be another one."""
+    """What transformers does not take over of these architectures, so that the model would be
+    another one."""
     if experts := metadata.get(f"{architecture}.expert_count"):
         yield f"{experts} experts"
     if (scaling := metadata.get(f"{architecture}.rope.scaling.type", "none")) != "none":
@@ -76,12 +87,17 @@ def _left_out(metadata: Mapping[str, Any], architecture: str) -> Iterator[str]:
 
 def _refuse(reasons: list[str]) -> None:
     if reasons:
-        raise ValueError(f"the model has {'; '.join(reasons)}: this is not supported, and would be lost")
+        raise ValueError(
+            f"the model has {'; '.join(reasons)}: this is not supported, and would be lost"
+        )
 
 
 def _load(gguf: Path) -> tuple[Any, Any]:
     """Model in float32 and tokenizer; no code is run, nothing downloaded."""
-    where, options = str(gguf.parent), {"gguf_file": gguf.name, "local_files_only": True, "trust_remote_code": False}
+    where, options = (
+        str(gguf.parent),
+        {"gguf_file": gguf.name, "local_files_only": True, "trust_remote_code": False},
+    )
     try:
         with redirect_stderr(StringIO()):  # bars of transformers
             tokenizer = AutoTokenizer.from_pretrained(where, **options)
@@ -91,7 +107,9 @@ def _load(gguf: Path) -> tuple[Any, Any]:
     except Exception as error:  # of many kinds
         raise ValueError(f"transformers cannot read it: {error}") from error
     if missing := sorted(found["missing_keys"]):
-        raise ValueError(f"{len(missing)} of its tensors are missing: {', '.join(missing[:3])}, ...")
+        raise ValueError(
+            f"{len(missing)} of its tensors are missing: {', '.join(missing[:3])}, ..."
+        )
     return model, tokenizer
 
 
@@ -103,11 +121,14 @@ def _special_ids(metadata: Mapping[str, Any]) -> dict[str, int | None]:
 
 
 def _begin_as_told(tokenizer: Any, add_bos: bool | None) -> None:
-    """Make the tokenizer put the beginning-of-sequence token before a text, or not, as the file says."""
+    """Make the tokenizer put the beginning-of-sequence token before a text, or not, as the file
+    says."""
     bos = tokenizer.bos_token_id
     if add_bos is None or bos is None or (tokenizer.encode("a")[:1] == [bos]) == bool(add_bos):
         return
     opening = f"{tokenizer.bos_token} " if add_bos else ""
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{opening}$A", pair=f"{opening}$A {opening}$B", special_tokens=[(tokenizer.bos_token, bos)]
+        single=f"{opening}$A",
+        pair=f"{opening}$A {opening}$B",
+        special_tokens=[(tokenizer.bos_token, bos)],
     )

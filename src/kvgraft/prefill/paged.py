@@ -1,4 +1,5 @@
-"""What every host with a paged cache shares of the protocol: rows by prompt, Sparse-Q scores, stage times."""
+"""What every host with a paged cache shares of the protocol: rows by prompt, Sparse-Q scores, stage
+times."""
 
 from abc import abstractmethod
 from collections import Counter, deque
@@ -24,8 +25,8 @@ class PagedPrefill(PrefillContext):
     """One prefill pass over a paged cache.
 
     Args:
-        slots: per prompt, int64 [lists, >= its length] slots of its positions, on the cache's device: several lists
-            where heads or layers have pages of their own.
+        slots: per prompt, int64 [lists, >= its length] slots of its positions, on the cache's
+            device: several lists where heads or layers have pages of their own.
         scale: of the attention logits.
 
     Attributes:
@@ -45,7 +46,8 @@ class PagedPrefill(PrefillContext):
         self._slots = slots
         self._found: deque[tuple[Tensor, Tensor]] = deque(maxlen=KEPT_SLOTS)  # tokens, their slots
         self._scale = scale
-        self._query: tuple[int, Tensor, Tensor] | None = None  # layer, its tokens bool [T], queries [n, Hq, d]
+        # layer, its tokens bool [T], queries [n, Hq, d]
+        self._query: tuple[int, Tensor, Tensor] | None = None
 
     @abstractmethod
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
@@ -70,17 +72,26 @@ class PagedPrefill(PrefillContext):
 
     def add(self, index: int, where: Tensor, keys: Tensor, values: Tensor) -> None:
         if bool((where & ~self.plan.grafted).any()):
-            raise ValueError("only the KV of grafted tokens may be changed: any other is exact, or computed here")
+            raise ValueError(
+                "only the KV of grafted tokens may be changed: any other is exact, or computed here"
+            )
         self._add_at(index, self._slots_of(where), keys, values)
 
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
-        """As in the protocol; prompts without grafted tokens score zero, since nothing is chosen among them."""
+        """As in the protocol; prompts without grafted tokens score zero, since nothing is chosen
+        among them."""
         computed_at, where, query = self._last_query()
         if computed_at != index or bool((queries & ~where).any()):
-            raise ValueError(f"layer {index} has no queries for these tokens: its last queries are of {computed_at}")
+            raise ValueError(
+                f"layer {index} has no queries for these tokens: its last queries are of "
+                f"{computed_at}"
+            )
         with self._timed("select"):
             asking = queries & self._has_grafts
-            counts = [(int(asking[prompt].sum()), prompt.stop - prompt.start) for prompt in self.plan.prompts]
+            counts = [
+                (int(asking[prompt].sum()), prompt.stop - prompt.start)
+                for prompt in self.plan.prompts
+            ]
             rows = asking[where].nonzero()[:, 0]
             rows, positions = upload(query.device, rows, self.plan.positions[asking])
             keys = self._keys_at(index, self._flat_slots)
@@ -92,7 +103,8 @@ class PagedPrefill(PrefillContext):
         self.rejected |= where
 
     def seconds_of(self, number: int) -> dict[str, float]:
-        """By stage, of one of the prompts: what all of them took, by its share of what was computed."""
+        """By stage, of one of the prompts: what all of them took, by its share of what was
+        computed."""
         share = int(self.computed[number]) / max(1, int(self.computed.sum()))
         return {stage: share * seconds for stage, seconds in self.times.seconds.items()}
 
@@ -130,13 +142,17 @@ class PagedPrefill(PrefillContext):
     @cached_property
     def _flat_slots(self) -> Tensor:
         """Of all tokens of the plan, int64 [lists, T]."""
-        own = [slots[:, :length] for slots, length in zip(self._slots, self.plan.lengths, strict=True)]
+        own = [
+            slots[:, :length] for slots, length in zip(self._slots, self.plan.lengths, strict=True)
+        ]
         return joined(own, 1)
 
     @cached_property
     def _stacked_slots(self) -> Tensor:
         """By prompt, padded: int32 [prompts, lists, longest]."""
-        own = [slots[:, :length] for slots, length in zip(self._slots, self.plan.lengths, strict=True)]
+        own = [
+            slots[:, :length] for slots, length in zip(self._slots, self.plan.lengths, strict=True)
+        ]
         longest = max(self.plan.lengths)
         padded = [F.pad(slots, (0, longest - slots.shape[1]), value=-1) for slots in own]
         return (own[0][None] if len(own) == 1 else torch.stack(padded)).int()

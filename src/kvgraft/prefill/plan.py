@@ -1,8 +1,8 @@
 """The plan of one prefill pass: how every prompt token gets its keys and values. Pure data.
 
-A plan may hold several prompts laid end to end, so that a policy treats a batch exactly as it treats one prompt: all
-masks are boolean [T] over the tokens of all prompts, and whatever depends on a prompt's borders is computed here.
-"""
+A plan may hold several prompts laid end to end, so that a policy treats a batch exactly as it
+treats one prompt: all masks are boolean [T] over the tokens of all prompts, and whatever depends on
+a prompt's borders is computed here."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +47,8 @@ class Plan:
         graft_sources: int64 [g], pool slot that each one is copied from.
         graft_shifts: int64 [g], new minus old position: the argument of delta-RoPE.
         graft_readings: int64 [g], identity of what each one was read in (`Match.reading`).
-        ends_in_graft: per prompt, whether known text reached its last token (which is computed all the same).
+        ends_in_graft: per prompt, whether known text reached its last token (which is computed all
+            the same).
     """
 
     kinds: Tensor
@@ -73,7 +74,8 @@ class Plan:
         Args:
             prefix_blocks: indices of the prompt's blocks that hits provide.
             matches: grafts, disjoint from each other and from the prefix blocks.
-            in_place: those of the prefix blocks that are approximate, and that a policy may recompute where they are.
+            in_place: those of the prefix blocks that are approximate, and that a policy may
+                recompute where they are.
 
         The last token is always fresh: its hidden state gives the first generated token.
         """
@@ -101,7 +103,8 @@ class Plan:
 
     @classmethod
     def for_documents(cls, num_tokens: int, block_size: int, documents: Iterable[range]) -> "Plan":
-        """The plan of one prompt whose documents lie outside the pool: they are grafted, from no page."""
+        """The plan of one prompt whose documents lie outside the pool: they are grafted, from no
+        page."""
         plan = cls.for_prompt(num_tokens, block_size)
         for tokens in documents:
             plan.kinds[tokens.start : tokens.stop] = Kind.GRAFTED
@@ -115,7 +118,12 @@ class Plan:
             torch.cat([plan.kinds for plan in plans]),
             tuple(length for plan in plans for length in plan.lengths),
             plans[0].block_size,
-            torch.cat([plan.graft_targets + int(start) for plan, start in zip(plans, starts, strict=False)]),
+            torch.cat(
+                [
+                    plan.graft_targets + int(start)
+                    for plan, start in zip(plans, starts, strict=False)
+                ]
+            ),
             torch.cat([plan.graft_sources for plan in plans]),
             torch.cat([plan.graft_shifts for plan in plans]),
             torch.cat([plan.graft_readings for plan in plans]),
@@ -123,13 +131,24 @@ class Plan:
         )
 
     def without_grafts(self) -> "Plan":
-        """The same prompts with every grafted token fresh: full recomputation above the exact hits."""
+        """The same prompts with every grafted token fresh: full recomputation above the exact
+        hits."""
         none = torch.zeros(0, dtype=torch.int64)
         kinds = torch.where(self.grafted, torch.tensor(Kind.FRESH, dtype=torch.uint8), self.kinds)
-        return Plan(kinds, self.lengths, self.block_size, none, none, none, none, (False,) * len(self.lengths))
+        return Plan(
+            kinds,
+            self.lengths,
+            self.block_size,
+            none,
+            none,
+            none,
+            none,
+            (False,) * len(self.lengths),
+        )
 
     def part(self, start: int, stop: int) -> "Plan":
-        """One prompt without grafts up to `stop`, when everything before `start` has been computed."""
+        """One prompt without grafts up to `stop`, when everything before `start` has been
+        computed."""
         kinds = self.kinds[:stop].clone()
         kinds[:start] = Kind.PREFIX
         return replace(self, kinds=kinds, lengths=(stop,))
@@ -146,7 +165,8 @@ class Plan:
 
     @cached_property
     def grafted(self) -> Tensor:
-        """bool [T]: tokens with approximate KV, aligned or in place, which a policy may recompute."""
+        """bool [T]: tokens with approximate KV, aligned or in place, which a policy may
+        recompute."""
         return self.kinds >= Kind.GRAFTED
 
     @cached_property
@@ -156,7 +176,8 @@ class Plan:
 
     @cached_property
     def grafted_blocks(self) -> np.ndarray:
-        """bool [T // block_size] of one prompt: the full blocks that hold tokens which are grafted or in place."""
+        """bool [T // block_size] of one prompt: the full blocks that hold tokens which are grafted
+        or in place."""
         whole = self.grafted[: self.num_tokens // self.block_size * self.block_size]
         found: np.ndarray = whole.view(-1, self.block_size).any(1).numpy()
         return found
@@ -168,7 +189,8 @@ class Plan:
 
     @cached_property
     def question(self) -> Tensor:
-        """bool [T]: the fresh tokens behind the last grafted one of their prompt; all of them where none is grafted."""
+        """bool [T]: the fresh tokens behind the last grafted one of their prompt; all of them where
+        none is grafted."""
         behind = torch.zeros(self.num_tokens, dtype=torch.bool)
         for prompt in self.prompts:
             behind[prompt] = self.grafted[prompt].flip(0).cumsum(0).flip(0) == 0
@@ -183,7 +205,9 @@ class Plan:
     def prompts(self) -> tuple[slice, ...]:
         """Where each prompt lies in 0..T."""
         stops = np.cumsum(self.lengths).tolist()
-        return tuple(slice(stop - length, stop) for stop, length in zip(stops, self.lengths, strict=True))
+        return tuple(
+            slice(stop - length, stop) for stop, length in zip(stops, self.lengths, strict=True)
+        )
 
     @cached_property
     def positions(self) -> Tensor:
@@ -196,17 +220,22 @@ class Plan:
         return [_spans(self.kinds[prompt].numpy()) for prompt in self.prompts]
 
     def overflow(self, blocks: int = 1) -> Tensor:
-        """bool [T]: grafted tokens within `blocks` blocks of a fresh interval, on either side (SparseX 3.3)."""
+        """bool [T]: grafted tokens within `blocks` blocks of a fresh interval, on either side
+        (SparseX 3.3)."""
         reach = min(blocks * self.block_size, self.num_tokens)
         near = torch.zeros(self.num_tokens, dtype=torch.bool)
         for prompt in self.prompts:
             counts = torch.nn.functional.pad(self.fresh[prompt].cumsum(0), (1, 0))  # [t + 1]
             here = torch.arange(counts.numel() - 1)
-            near[prompt] = counts[(here + reach + 1).clamp(max=here.numel())] > counts[(here - reach).clamp(min=0)]
+            near[prompt] = (
+                counts[(here + reach + 1).clamp(max=here.numel())]
+                > counts[(here - reach).clamp(min=0)]
+            )
         return near & self.grafted
 
     def tail(self, tokens: int = 64) -> Tensor:
-        """bool [T]: the last `tokens` tokens of the final graft of prompts that end in known text (SparseX 3.2)."""
+        """bool [T]: the last `tokens` tokens of the final graft of prompts that end in known text
+        (SparseX 3.2)."""
         chosen = torch.zeros(self.num_tokens, dtype=torch.bool)
         for prompt, ends, spans in zip(self.prompts, self.ends_in_graft, self.spans, strict=True):
             if ends and len(spans) > 1 and spans[-2].kind == Kind.GRAFTED:
@@ -215,8 +244,8 @@ class Plan:
         return chosen
 
     def segment_starts(self, tokens: int, share: float = 1.0) -> Tensor:
-        """bool [T]: the first `tokens` grafted tokens of every segment (a stretch that moved as one), or this share of
-        them, rounded up, if that is less."""
+        """bool [T]: the first `tokens` grafted tokens of every segment (a stretch that moved as
+        one), or this share of them, rounded up, if that is less."""
         first, counts = self._segments
         most = (share * counts.double() - 1e-9).ceil().clamp(max=tokens).long()
         place = torch.arange(int(most.max()) if most.numel() else 0)
@@ -231,7 +260,8 @@ class Plan:
 
     @cached_property
     def segments(self) -> Tensor:
-        """int64 [T]: number of the segment (a stretch that moved as one) of each grafted token, -1 of others."""
+        """int64 [T]: number of the segment (a stretch that moved as one) of each grafted token, -1
+        of others."""
         numbers = torch.full((self.num_tokens,), -1)
         numbers[self.graft_targets] = self._segment_numbers
         return numbers
@@ -241,16 +271,23 @@ class Plan:
         """int64 [segments]: new minus old position of the tokens of each segment."""
         return self.graft_shifts[self._segments[0]]
 
-    def top_share(self, scores: Tensor, share: float, among: Tensor, in_place: float = 1.0) -> Tensor:
-        """bool [T]: in each prompt the best-scored `share` (rounded up) of the tokens in `among` bool [T], where those
-        that are grafted in place count for so much each."""
+    def top_share(
+        self, scores: Tensor, share: float, among: Tensor, in_place: float = 1.0
+    ) -> Tensor:
+        """bool [T]: in each prompt the best-scored `share` (rounded up) of the tokens in `among`
+        bool [T], where those that are grafted in place count for so much each."""
         weights = torch.where(self.in_place, in_place, 1.0).double() * among
-        counts = [int(np.ceil(share * float(weights[prompt].sum()) - 1e-9)) for prompt in self.prompts]
+        counts = [
+            int(np.ceil(share * float(weights[prompt].sum()) - 1e-9)) for prompt in self.prompts
+        ]
         return self._top(scores, counts, among)
 
     def top(self, scores: Tensor, count: int, among: Tensor) -> Tensor:
-        """bool [T]: in each prompt the `count` best-scored of the tokens in `among` bool [T], or all of them."""
-        return self._top(scores, [min(count, int(among[prompt].sum())) for prompt in self.prompts], among)
+        """bool [T]: in each prompt the `count` best-scored of the tokens in `among` bool [T], or
+        all of them."""
+        return self._top(
+            scores, [min(count, int(among[prompt].sum())) for prompt in self.prompts], among
+        )
 
     @cached_property
     def _segments(self) -> tuple[Tensor, Tensor]:
@@ -280,8 +317,8 @@ class Plan:
         return chosen
 
     def top_mass(self, scores: Tensor, mass: float, among: Tensor, least: int) -> Tensor:
-        """bool [T]: in each prompt the fewest tokens of `among` bool [T], at least `least` if there are as many, that
-        hold a share `mass` of what these score together."""
+        """bool [T]: in each prompt the fewest tokens of `among` bool [T], at least `least` if there
+        are as many, that hold a share `mass` of what these score together."""
         chosen = torch.zeros(self.num_tokens, dtype=torch.bool)
         for prompt in self.prompts:
             candidates = among[prompt].nonzero()[:, 0]  # [c]
@@ -293,7 +330,8 @@ class Plan:
         return chosen
 
     def reaching(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """bool [T]: in each prompt the tokens that score no less than the worst in `chosen` bool [T]; none if empty."""
+        """bool [T]: in each prompt the tokens that score no less than the worst in `chosen` bool
+        [T]; none if empty."""
         reached = torch.zeros(self.num_tokens, dtype=torch.bool)
         for prompt in self.prompts:
             if chosen[prompt].any():

@@ -1,4 +1,5 @@
-"""Which policy suits a model, as `kvgraft calibrate` has measured it; lies beside the weights as JSON."""
+"""Which policy suits a model, as `kvgraft calibrate` has measured it; lies beside the weights as
+JSON."""
 
 from functools import cached_property
 from hashlib import sha256
@@ -18,8 +19,8 @@ class MeasuredPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         flops: floating-point operations of the prefill, of those of full recomputation.
         kl: KL(full || policy) in nats. `flips`: share of places where the best token is another.
-        alike: right answers about documents that look alike, less those of full recomputation, from -1 to 1; None if
-            that was not measured.
+        alike: right answers about documents that look alike, less those of full recomputation, from
+            -1 to 1; None if that was not measured.
     """
 
     policy: str
@@ -30,7 +31,8 @@ class MeasuredPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def fails_alike(self) -> bool:
-        """Whether it answers significantly worse than full recomputation where documents look alike."""
+        """Whether it answers significantly worse than full recomputation where documents look
+        alike."""
         return self.alike is not None and self.alike[2] < 0
 
 
@@ -40,11 +42,13 @@ class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=
     Attributes:
         policy: `name:option=value,...`, for requests that name none.
         expected: its distances from full recomputation on prompts that have not chosen it.
-        order_noise: those of full recomputation, on the same prompts with the reused texts in other orders: the unit.
-        texts: what the prompts were made of. `prompts`: how many have chosen, of `tokens` tokens each, about.
+        order_noise: those of full recomputation, on the same prompts with the reused texts in other
+            orders: the unit.
+        texts: what the prompts were made of. `prompts`: how many have chosen, of `tokens` tokens
+            each, about.
         tried: every policy, on the prompts that have chosen.
-        far_mass: [L][Hkv] share of each KV head's attention outside sinks and a window, a hint for `profile-heads`;
-            empty if the texts were too short.
+        far_mass: [L][Hkv] share of each KV head's attention outside sinks and a window, a hint for
+            `profile-heads`; empty if the texts were too short.
     """
 
     policy: str
@@ -71,7 +75,8 @@ class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=
     def __str__(self) -> str:
         noise = self.expected.kl[0] / self.order_noise[0] if self.order_noise[0] else float("nan")
         return (
-            f"policy {self.policy} by profile {self.name} ({self.texts}): expected are {self.expected.flops:.0%} of "
+            f"policy {self.policy} by profile {self.name} ({self.texts}): expected are "
+            f"{self.expected.flops:.0%} of "
             f"the FLOPs, KL {self.expected.kl[0]:.4f} nats ({noise:.2f} of order noise), "
             f"{self.expected.flips[0]:.1%} of the tokens others than full's{self._of_alike}"
         )
@@ -80,5 +85,12 @@ class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=
     def _of_alike(self) -> str:
         if self.expected.alike is None:
             return ""
-        warning = " (a warning: no policy within the budget does better)" if self.expected.fails_alike else ""
-        return f", {self.expected.alike[0]:+.0%} right answers about documents that look alike{warning}"
+        warning = (
+            " (a warning: no policy within the budget does better)"
+            if self.expected.fails_alike
+            else ""
+        )
+        return (
+            f", {self.expected.alike[0]:+.0%} right answers about documents that look "
+            f"alike{warning}"
+        )

@@ -1,4 +1,5 @@
-"""What every host tells about one prompt: where its tokens came from, what happened to it, and why."""
+"""What every host tells about one prompt: where its tokens came from, what happened to it, and
+why."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -8,15 +9,19 @@ class Outcome(StrEnum):
     """What became of a prompt."""
 
     GRAFTED = "grafted"  # known text was grafted, beside whatever was an exact prefix
-    CONTINUED = "continued"  # nothing was grafted; it goes on with KV of an earlier prompt that held grafts
+    # nothing was grafted; it goes on with KV of an earlier prompt that held grafts
+    CONTINUED = "continued"
     PREFIX_ONLY = "prefix_only"  # nothing was grafted; exact prefix hits were used
     MISS = "miss"  # nothing was known
     OFF = "off"  # it was not to be grafted, or could not be
-    FALLBACK = "fallback"  # known text was found, and given up: everything that is no exact hit was computed
+    # known text was found, and given up: everything that is no exact hit was computed
+    FALLBACK = "fallback"
 
 
 FALLBACKS = {  # reasons why known text was given up
-    "pool_pressure": "its sources and its own blocks did not fit into the pool together, and nothing else ran",
+    "pool_pressure": (
+        "its sources and its own blocks did not fit into the pool together, and nothing else ran"
+    ),
     "non_finite": "its hidden states or logits came out non-finite",
     "error": "its recovery failed; the log has the traceback",
     "no_documents": "its policy keeps a part of documents, and there are none",
@@ -29,9 +34,18 @@ REFUSALS = {  # reasons why it was not to be grafted, or could not be
     "exact_for": "the operator wants requests of its kind answered with exact KV",
     "control": "it is an operation of the server itself",
     "invalid_params": "its kv_transfer_params could not be read",
-    "residual_stream": "the residual stream of a layer that its policy needs is not kept: --kvgraft-residual-layers",
-    "unsupported_model": "its policy keeps a part of documents or works head by head: not with layers as this model's",
-    "no_head_map": "its policy works head by head, and the server has no map of the model's: --kvgraft-head-map",
+    "residual_stream": (
+        "the residual stream of a layer that its policy needs is not kept: "
+        "--kvgraft-residual-layers"
+    ),
+    "unsupported_model": (
+        "its policy keeps a part of documents or works head by head: not with layers as this "
+        "model's"
+    ),
+    "no_head_map": (
+        "its policy works head by head, and the server has no map of the model's: "
+        "--kvgraft-head-map"
+    ),
     "repetition_penalty": "its policy keeps a part of the prompt, and the penalty needs all of it",
     "lora": "the weights of its LoRA adapter are not known, or others were loaded while it ran",
     "multimodal": "it has images, audio or video",
@@ -42,18 +56,29 @@ REFUSALS = {  # reasons why it was not to be grafted, or could not be
 }
 MISSES = {  # reasons why nothing could be grafted
     "no_known_text": "no block of it was read before in its namespace, but for exact prefix hits",
-    "too_deep": "what is known of it was read behind more grafts than --kvgraft-max-depth (`max_depth`) allows",
-    "shadow": "known text would have been grafted, but the server is in shadow mode (or it is gone by now)",
-    "too_short": "what is left behind its prefix is less than a block, or what is known of it takes as long to recover",
-    "too_little_known": "grafting what is known of it would save less than what becomes approximate is worth",
+    "too_deep": (
+        "what is known of it was read behind more grafts than --kvgraft-max-depth (`max_depth`) "
+        "allows"
+    ),
+    "shadow": (
+        "known text would have been grafted, but the server is in shadow mode (or it is gone by "
+        "now)"
+    ),
+    "too_short": (
+        "what is left behind its prefix is less than a block, or what is known of it takes as long "
+        "to recover"
+    ),
+    "too_little_known": (
+        "grafting what is known of it would save less than what becomes approximate is worth"
+    ),
 }
 REASONS = FALLBACKS | REFUSALS | MISSES
 KINDS = ("prefix", "continued", "grafted", "fresh")  # of a prompt's tokens
 
 
 def unknown_reason(num_tokens: int, block_size: int) -> str:
-    """Return why nothing is known of the num_tokens tokens that a prompt has behind its prefix: text is known by whole
-    blocks of block_size tokens."""
+    """Return why nothing is known of the num_tokens tokens that a prompt has behind its prefix:
+    text is known by whole blocks of block_size tokens."""
     return "too_short" if num_tokens < block_size else "no_known_text"
 
 
@@ -64,18 +89,25 @@ class PrefillReport:
     Attributes:
         prompt_tokens: prefix + continued + grafted + fresh.
         prefix_tokens: provided by exact prefix hits.
-        continued_tokens: KV of an earlier prompt with all these tokens, which held or followed grafts, as it stands.
-        grafted_tokens: aligned copies of cached KV, of which `recomputed_tokens` were computed again in the last layer.
+        continued_tokens: KV of an earlier prompt with all these tokens, which held or followed
+            grafts, as it stands.
+        grafted_tokens: aligned copies of cached KV, of which `recomputed_tokens` were computed
+            again in the last layer.
         fresh_tokens: held by no cache.
-        too_deep_tokens: fresh ones that are known, but only at a depth from which nothing may be grafted.
+        too_deep_tokens: fresh ones that are known, but only at a depth from which nothing may be
+            grafted.
         depth: how far from exact what its answer rests on is: 0, or d + 1 with grafts of depth d.
-        computed_share: (token, layer) pairs computed, as a share of those of full recomputation without any cache.
-        estimated_full_s, estimated_reuse_s: seconds of its prefill behind what is there already, without grafts and
-            with them, by which it was decided to graft (tokens where costs are not measured); None where nothing was.
-        stages: seconds by stage, such as match, align, dense, select, sparse; of what was computed together with other
-            prompts its share, by the (token, layer) pairs computed.
-        outcome: what became of it, an `Outcome`; `reason` is why nothing approximate was used, one of REASONS, or None.
-        profile: which profile named the policy; None: the request, the server's settings, or nobody.
+        computed_share: (token, layer) pairs computed, as a share of those of full recomputation
+            without any cache.
+        estimated_full_s, estimated_reuse_s: seconds of its prefill behind what is there already,
+            without grafts and with them, by which it was decided to graft (tokens where costs are
+            not measured); None where nothing was.
+        stages: seconds by stage, such as match, align, dense, select, sparse; of what was computed
+            together with other prompts its share, by the (token, layer) pairs computed.
+        outcome: what became of it, an `Outcome`; `reason` is why nothing approximate was used, one
+            of REASONS, or None.
+        profile: which profile named the policy; None: the request, the server's settings, or
+            nobody.
     """
 
     policy: str = ""
@@ -96,7 +128,8 @@ class PrefillReport:
     profile: str | None = None
 
     def conclude(self, reason: str | None) -> None:
-        """Say what became of the prompt, whose tokens by kind are known, and why nothing was grafted."""
+        """Say what became of the prompt, whose tokens by kind are known, and why nothing was
+        grafted."""
         if reason == "no_known_text" and self.too_deep_tokens:
             reason = "too_deep"
         if self.grafted_tokens:

@@ -1,4 +1,5 @@
-"""Selection rules: which grafted tokens are worth computing again, by the attention that they receive."""
+"""Selection rules: which grafted tokens are worth computing again, by the attention that they
+receive."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ Unit = Literal["token", "block"]
 
 @dataclass(frozen=True)
 class SelectsByAttention(Policy):
-    """A policy that chooses tokens by the attention scores of a layer, with the options of the rule.
+    """A policy that chooses tokens by the attention scores of a layer, with the options of the
+    rule.
 
     SparseX's rule is all_fresh, sum, token (Eq. 1 and 2).
 
@@ -26,9 +28,11 @@ class SelectsByAttention(Policy):
         ValueError: an option that is no choice.
     """
 
-    rows: Rows = "all_fresh"  # whose queries count: every fresh token, or the fresh tokens behind the last graft
+    # whose queries count: every fresh token, or the fresh tokens behind the last graft
+    rows: Rows = "all_fresh"
     reduction: Reduction = "sum"  # of the attention weights over queries and heads
-    unit: Unit = "token"  # choose single tokens, or blocks by the mean score of their grafted tokens
+    # choose single tokens, or blocks by the mean score of their grafted tokens
+    unit: Unit = "token"
 
     def __post_init__(self) -> None:
         require_choice("rows", self.rows, get_args(Rows))
@@ -40,7 +44,8 @@ class SelectsByAttention(Policy):
         return plan.question if self.rows == "question" else plan.fresh
 
     def score(self, ctx: PrefillContext, layer: int, queries: Tensor) -> Tensor:
-        """float32 [T]: the scores of all keys at a layer; tokens of one block share theirs if blocks are chosen."""
+        """float32 [T]: the scores of all keys at a layer; tokens of one block share theirs if
+        blocks are chosen."""
         scores = ctx.scores(layer, queries, self.reduction)
         return scores if self.unit == "token" else _by_block(scores, ctx.plan)
 
@@ -55,10 +60,13 @@ class SelectsInRounds(SelectsByAttention):
 
     rows: Rows = "question"
     recompute_share: float = 0.05  # of the grafted tokens, recomputed
-    continued_share: float = 0.02  # of those that an earlier prompt has left in place; no more than recompute_share
+    # of those that an earlier prompt has left in place; no more than recompute_share
+    continued_share: float = 0.02
     hops: int = 2  # rounds in which chosen tokens choose further ones
-    first_share: float = 0.4  # of the chosen tokens, which the question chooses; the hops share the rest evenly
-    tail_tokens: int = 64  # tokens recomputed, and asking, at the end of a prompt that ends in known text
+    # of the chosen tokens, which the question chooses; the hops share the rest evenly
+    first_share: float = 0.4
+    # tokens recomputed, and asking, at the end of a prompt that ends in known text
+    tail_tokens: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,11 +76,15 @@ class SelectsInRounds(SelectsByAttention):
         require_share("first_share", self.first_share)
         require_at_least("tail_tokens", self.tail_tokens, 1)
 
-    def choose(self, plan: Plan, always_recompute: Tensor, probe: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """bool [T]: grafted tokens to recompute: those in `always_recompute`, the tail, and what the rounds find.
+    def choose(
+        self, plan: Plan, always_recompute: Tensor, probe: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """bool [T]: grafted tokens to recompute: those in `always_recompute`, the tail, and what
+        the rounds find.
 
         Args:
-            probe: (tokens to compute, those of them that ask), bool [T] each -> scores of all keys, float32 [T].
+            probe: (tokens to compute, those of them that ask), bool [T] each -> scores of all keys,
+                float32 [T].
         """
         tail = plan.tail(self.tail_tokens)
         chosen = tail | always_recompute
@@ -92,8 +104,9 @@ class SelectsInRounds(SelectsByAttention):
 
 
 def shares_by_round(recompute_share: float, first_share: float, hops: int) -> list[float]:
-    """Share that each of 1 + hops rounds chooses of what the rounds before it left, so that all of them together choose
-    recompute_share: the first one `first_share` of it, the others the rest, evenly."""
+    """Share that each of 1 + hops rounds chooses of what the rounds before it left, so that all of
+    them together choose recompute_share: the first one `first_share` of it, the others the rest,
+    evenly."""
     first = first_share if hops else 1.0
     parts = [recompute_share * first, *[recompute_share * (1 - first) / max(1, hops)] * hops]
     used = accumulate(parts, initial=0.0)

@@ -19,7 +19,8 @@ class Spreading:
         share: of a change that is applied.
 
     Attributes:
-        where: bool [T], the n tokens that are changed: grafted, of segments with anchors, not recomputed.
+        where: bool [T], the n tokens that are changed: grafted, of segments with anchors, not
+            recomputed.
         copied: bool [T], all copied tokens that are not recomputed; `where` is a part of them.
         around: int64 [c, w], anchors over which the change of each of the c anchors is averaged.
         weights: float32 [c, w], of these, times `share`.
@@ -27,7 +28,9 @@ class Spreading:
         behind: float32 [n], weight of the one behind.
     """
 
-    def __init__(self, plan: Plan, anchors: Tensor, chosen: Tensor, distance: float, share: float = 1.0) -> None:
+    def __init__(
+        self, plan: Plan, anchors: Tensor, chosen: Tensor, distance: float, share: float = 1.0
+    ) -> None:
         self.anchors = anchors
         self.copied = plan.grafted & ~plan.in_place & ~chosen
         segments = plan.segments
@@ -38,7 +41,8 @@ class Spreading:
         decay = torch.exp(-(some[self.around] - some[:, None]).abs() / distance)
         averaged = torch.where(near, decay, 0.0)
         self.weights = (share * averaged / averaged.sum(1, keepdim=True)).float()
-        changed = torch.zeros(len(plan.segment_shifts) + 1, dtype=torch.bool)  # the last one: of no segment
+        # the last one: of no segment
+        changed = torch.zeros(len(plan.segment_shifts) + 1, dtype=torch.bool)
         changed[segments[some]] = True
         self.where = changed[segments] & ~chosen
         rest = self.where.nonzero()[:, 0]  # [n]
@@ -50,14 +54,17 @@ class Spreading:
         self.behind = weights[1] / weights.sum(0)
 
     def interpolate(self, changes: Tensor) -> Tensor:
-        """Average the changes [c, Hkv, d] of the anchors, and interpolate them linearly: [n, Hkv, d]."""
+        """Average the changes [c, Hkv, d] of the anchors, and interpolate them linearly: [n, Hkv,
+        d]."""
         around, weights, sides, behind = self._on_device(changes.device, changes.dtype)
         changes = torch.einsum("cw,cwhd->chd", weights, changes[around])
         before, after = changes[sides]
         return torch.lerp(before, after, behind[:, None, None])
 
     @memoised
-    def _on_device(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _on_device(
+        self, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Indices and weights for all layers."""
         around, sides = self.around.to(device), self.sides.to(device)
         return around, self.weights.to(device, dtype), sides, self.behind.to(device, dtype)

@@ -18,8 +18,8 @@ class SpreadingRows:
     """The c anchors, and the n copied tokens that are not recomputed; see `Spreading`.
 
     Attributes:
-        recomputed, cached: slots int64 [lists, c] of the anchors, in the prompt and at their source;
-            tables that rotate their keys to position 0.
+        recomputed, cached: slots int64 [lists, c] of the anchors, in the prompt and at their
+            source; tables that rotate their keys to position 0.
         source, target: slots int64 [lists, n] of the copied tokens; tables of their shifts and of
             their positions.
         around, weights: [c, w].
@@ -94,7 +94,8 @@ class SpreadingRows:
         )
 
     def apply(self, pools: tuple[Tensor, ...], heads: LayerHeads) -> None:
-        """Copy the KV of one layer, changed by what its recomputed anchors, already stored, have changed."""
+        """Copy the KV of one layer, changed by what its recomputed anchors, already stored, have
+        changed."""
         changes = kv_changes(pools, heads, self.recomputed, self.cached)
         averaged = average_changes(changes, self.around, self.weights)
         copy_changed(pools, heads, self.source, self.target, averaged, self.sides, self.behind)

@@ -11,9 +11,8 @@ import torch
 class StageTimes:
     """Seconds by stage, such as align, dense, select, sparse, of work on a device.
 
-    On CUDA events are recorded, and nobody waits for them before `seconds` is read: so the host goes on giving work to
-    the device while layers are measured.
-    """
+    On CUDA events are recorded, and nobody waits for them before `seconds` is read: so the host
+    goes on giving work to the device while layers are measured."""
 
     def __init__(self, device: torch.device) -> None:
         self._seconds: dict[str, float] = defaultdict(float)

@@ -1,2 +1,3 @@
-"""What a host asks when it admits a request, whatever its page pool: what is cached of a prompt, what the store should
-bring back, whether there is room, and what the request leaves behind for others."""
+"""What a host asks when it admits a request, whatever its page pool: what is cached of a prompt,
+what the store should bring back, whether there is room, and what the request leaves behind for
+others."""

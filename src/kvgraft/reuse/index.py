@@ -17,8 +17,8 @@ class ReuseIndex:
     """Finds known text for prompts, and registers what requests have computed.
 
     Args:
-        max_depth: of what is grafted from: 0 is exact content only, d + 1 what was computed over grafts of depth d.
-            MAX_DEPTH is no limit.
+        max_depth: of what is grafted from: 0 is exact content only, d + 1 what was computed over
+            grafts of depth d. MAX_DEPTH is no limit.
         require_clean_context: graft only text that stood at the beginning of what it was read in.
         similarity, anchors: of near-duplicates, see `SegmentIndex`.
 
@@ -65,8 +65,9 @@ class ReuseIndex:
         similar: bool,
         whole: bool = True,
     ) -> list[Match]:
-        """What of a prompt int64 [T] can be grafted where `free` bool [T] is set: text of its own scope, and of those
-        that are shared with it. `similar` adds near-duplicates; without `whole` some heads may lack their KV of it."""
+        """What of a prompt int64 [T] can be grafted where `free` bool [T] is set: text of its own
+        scope, and of those that are shared with it. `similar` adds near-duplicates; without `whole`
+        some heads may lack their KV of it."""
         matches = self.segments.match(
             tokens,
             scope,
@@ -85,7 +86,8 @@ class ReuseIndex:
         self.readings = Readings()
 
     def take_lost(self) -> int:
-        """Blocks that prompts would have grafted, had they not been reclaimed; since the last call."""
+        """Blocks that prompts would have grafted, had they not been reclaimed; since the last
+        call."""
         lost, self.segments.blocks.num_lost = self.segments.blocks.num_lost, 0
         return lost
 
@@ -103,8 +105,10 @@ class ReuseIndex:
         Args:
             tokens: of all its n full blocks, int64 [n * block_size].
             pages: where they are, int64 [n].
-            depths: int [n], see `BlockProvenance.depths`. Blocks beyond `max_depth` are known, but nobody grafts from them.
-            unlimited: register blocks even where enough others hold the content (what is pinned outlives them).
+            depths: int [n], see `BlockProvenance.depths`. Blocks beyond `max_depth` are known, but
+                nobody grafts from them.
+            unlimited: register blocks even where enough others hold the content (what is pinned
+                outlives them).
         """
         first, stop, size = offer.num_registered, len(pages), self.pool.block_size
         if first >= stop:
@@ -135,16 +139,19 @@ class ReuseIndex:
     def register(
         self, tokens: np.ndarray, pages: Sequence[int], source: int, source_start: int, scope: bytes
     ) -> list[bool]:
-        """Let exact blocks that came from elsewhere be grafted: consecutive ones of one source, in these pages. False
-        for those that are known often enough without them."""
+        """Let exact blocks that came from elsewhere be grafted: consecutive ones of one source, in
+        these pages. False for those that are known often enough without them."""
         where, versions = np.asarray(pages, np.int64), self.pool.versions_of(pages)
-        ids = self.segments.insert(tokens, where, versions, source=source, source_start=source_start, scope=scope)
+        ids = self.segments.insert(
+            tokens, where, versions, source=source, source_start=source_start, scope=scope
+        )
         found: list[bool] = (ids >= 0).tolist()
         return found
 
 
 def wants_similar(match: object, *, offered: bool, how: str) -> bool:
-    """Whether a request that asks for this matching (`exact`, `similar`, None: what is offered) gets near-duplicates.
+    """Whether a request that asks for this matching (`exact`, `similar`, None: what is offered)
+    gets near-duplicates.
 
     Args:
         how: what to do so that they are offered, for the message.

@@ -1,4 +1,5 @@
-"""A page pool as reuse sees it: the native engine's own (`kv/pages.py`) and vLLM's (`vllm/pool.py`) satisfy it."""
+"""A page pool as reuse sees it: the native engine's own (`kv/pages.py`) and vLLM's (`vllm/pool.py`)
+satisfy it."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -19,7 +20,8 @@ class Pages(PinnablePages, Protocol):
     def num_free(self) -> int: ...
     def allocate(self, count: int) -> list[int]: ...
     def keep(self, pages: Sequence[int]) -> None:
-        """Mark content as worth finding again: it outlives its last reference until it is reclaimed."""
+        """Mark content as worth finding again: it outlives its last reference until it is
+        reclaimed."""
 
     def forget(self, pages: Sequence[int]) -> None:
         """Let nobody find what these pages hold; free ones are the next to be reclaimed."""

@@ -1,8 +1,8 @@
 """Which texts have been read in one prompt: their KV tells them apart (docs/results/alike.md).
 
-Text is read once and grafted from there into prompts with other text, behind which new text is read. The
-new text has been read together with all that, though nothing but it was computed in this prompt.
-"""
+Text is read once and grafted from there into prompts with other text, behind which new text is
+read. The new text has been read together with all that, though nothing but it was computed in this
+prompt."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -22,38 +22,54 @@ class Readings:
 
     def __init__(self) -> None:
         self._behind: dict[int, np.ndarray] = {}  # source -> spans int64 [n, 3]
-        self._held = np.full((0, 2), -1, np.int64)  # by page: its version, and the source that computed it
+        # by page: its version, and the source that computed it
+        self._held = np.full((0, 2), -1, np.int64)
 
     def note(
-        self, source: int, spans: Iterable[Span], pages: np.ndarray, versions: np.ndarray, first: int, block_size: int
+        self,
+        source: int,
+        spans: Iterable[Span],
+        pages: np.ndarray,
+        versions: np.ndarray,
+        first: int,
+        block_size: int,
     ) -> None:
-        """Note what a source has in these pages int64 [n] of these versions, from its block `first` on: what others
-        have computed is its prefix. As for spans, see `add`."""
+        """Note what a source has in these pages int64 [n] of these versions, from its block `first`
+        on: what others have computed is its prefix. As for spans, see `add`."""
         if len(pages) and len(self._held) <= pages.max():
             more = np.full((2 * int(pages.max()) + 2 - len(self._held), 2), -1, np.int64)
             self._held = np.vstack([self._held, more])
         is_known = self._held[pages, 0] == versions
-        self._held[pages[~is_known]] = np.stack([versions[~is_known], np.full((~is_known).sum(), source)], 1)
+        self._held[pages[~is_known]] = np.stack(
+            [versions[~is_known], np.full((~is_known).sum(), source)], 1
+        )
         if not first:
             places, others = np.flatnonzero(is_known), self._held[pages[is_known], 1]
-            cuts = np.flatnonzero((np.diff(places, prepend=-2) != 1) | (np.diff(others, prepend=-2) != 0))
+            cuts = np.flatnonzero(
+                (np.diff(places, prepend=-2) != 1) | (np.diff(others, prepend=-2) != 0)
+            )
             prefix = [
                 (int(run[0]), int(at[0]) * block_size, (int(at[-1]) + 1) * block_size)
-                for run, at in zip(np.split(others, cuts)[1:], np.split(places, cuts)[1:], strict=True)
+                for run, at in zip(
+                    np.split(others, cuts)[1:], np.split(places, cuts)[1:], strict=True
+                )
             ]
             self.add(source, (*spans, *prefix))
 
     def add(self, source: int, spans: Iterable[Span]) -> None:
-        """Note that a source was read behind these spans of others; behind a whole source, behind all that this was
-        read behind, too."""
+        """Note that a source was read behind these spans of others; behind a whole source, behind
+        all that this was read behind, too."""
         rows = np.array(list(spans), np.int64).reshape(-1, 3)
         whole = rows[rows[:, 2] == WHOLE, 0].tolist()
-        self._behind[source] = np.unique(np.vstack([rows, *(self._of(other) for other in whole)]), axis=0)
+        self._behind[source] = np.unique(
+            np.vstack([rows, *(self._of(other) for other in whole)]), axis=0
+        )
         while len(self._behind) > CAPACITY:
             del self._behind[next(iter(self._behind))]
 
     def label(self, matches: Sequence[Match]) -> list[Match]:
-        """Return the matches with equal `reading` where all of them have been read together, taken in this order."""
+        """Return the matches with equal `reading` where all of them have been read together, taken
+        in this order."""
         sources, of = np.unique([match.source for match in matches], return_inverse=True)
         if len(sources) < 2:
             return list(matches)
@@ -68,7 +84,9 @@ class Readings:
             labelled.append(replace(match, reading=found[0]))
         return labelled
 
-    def _together(self, matches: Sequence[Match], sources: np.ndarray, of: np.ndarray) -> np.ndarray:
+    def _together(
+        self, matches: Sequence[Match], sources: np.ndarray, of: np.ndarray
+    ) -> np.ndarray:
         """Return which matches have been read together, bool [n, n]: those of one source, and each
         of which the other's source was read behind."""
         starts = np.array([match.source_start for match in matches], np.int64)
@@ -98,4 +116,6 @@ class Readings:
 
 def spans_of(matches: Iterable[Match]) -> list[Span]:
     """Where matches were read."""
-    return [(match.source, match.source_start, match.source_start + match.length) for match in matches]
+    return [
+        (match.source, match.source_start, match.source_start + match.length) for match in matches
+    ]

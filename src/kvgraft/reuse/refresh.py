@@ -1,5 +1,5 @@
-"""Text that is known only approximately, and grafted all the same: what to read anew, exactly, while nothing else
-runs."""
+"""Text that is known only approximately, and grafted all the same: what to read anew, exactly,
+while nothing else runs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ class TextToRead:
 
 @dataclass
 class Allowance:
-    """How much may be read anew: at most a share of the prompt tokens that requests have brought."""
+    """How much may be read anew: at most a share of the prompt tokens that requests have
+    brought."""
 
     share: float
     num_brought: int = 0
@@ -43,14 +44,15 @@ class Allowance:
 class Refresh:
     """Counts what is grafted, and says what of it should be exact.
 
-    A run of blocks that were computed over grafts, one after the other in one prompt, and that others have grafted
-    from since, is read anew if no exact KV of the same content is known in its namespace. Read as a prompt of its own
-    it is registered at depth 0, which matching prefers; and it carries nobody else's context.
-    """
+    A run of blocks that were computed over grafts, one after the other in one prompt, and that
+    others have grafted from since, is read anew if no exact KV of the same content is known in its
+    namespace. Read as a prompt of its own it is registered at depth 0, which matching prefers; and
+    it carries nobody else's context."""
 
     def __init__(self, index: ReuseIndex) -> None:
         self._index = index
-        self._uses = np.zeros(index.pool.num_pages + 1, np.int32)  # by page, of the content of that version
+        # by page, of the content of that version
+        self._uses = np.zeros(index.pool.num_pages + 1, np.int32)
         self._versions = np.zeros(index.pool.num_pages + 1, np.int64)
         self._namespaces: dict[bytes, str] = {}  # by scope, the last one that grafted last
 
@@ -66,8 +68,8 @@ class Refresh:
         self._uses[where] += 1
 
     def choose(self, most_tokens: int, longest: int) -> TextToRead | None:
-        """The text whose approximate blocks are grafted from most, if there is one of at most so many tokens. It is
-        not chosen again before it has been used again.
+        """The text whose approximate blocks are grafted from most, if there is one of at most so
+        many tokens. It is not chosen again before it has been used again.
 
         Args:
             longest: tokens that a prompt may have; a text that is longer is cut.
@@ -88,8 +90,8 @@ class Refresh:
         return self._index.segments.blocks.entries
 
     def _runs(self) -> Iterator[np.ndarray]:
-        """Entries of consecutive blocks of a source that are approximate, live and used, int32 [n]; at either end is
-        one whose content is not known exactly."""
+        """Entries of consecutive blocks of a source that are approximate, live and used, int32 [n];
+        at either end is one whose content is not known exactly."""
         entries = self._entries
         ids = entries.held()
         ids = ids[(entries.depth[ids] > 0) & (self._uses_of(ids) >= LEAST_USES)]

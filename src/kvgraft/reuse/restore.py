@@ -40,7 +40,12 @@ class RestoredBlock(Protocol):
 
 
 def wanted_exact(
-    stored: Stored, chains: Sequence[bytes], missing: Iterable[int], scope: bytes, *, contiguous: bool
+    stored: Stored,
+    chains: Sequence[bytes],
+    missing: Iterable[int],
+    scope: bytes,
+    *,
+    contiguous: bool,
 ) -> dict[int, int]:
     """Numbers of stored blocks that are exact blocks of a prompt -> which.
 
@@ -51,7 +56,9 @@ def wanted_exact(
     """
     block_of: dict[int, int] = {}
     blocks = list(missing)
-    for block, number in zip(blocks, stored.prefix([chains[block] for block in blocks], scope), strict=True):
+    for block, number in zip(
+        blocks, stored.prefix([chains[block] for block in blocks], scope), strict=True
+    ):
         if number >= 0:
             block_of[number] = block
         elif contiguous:
@@ -69,19 +76,26 @@ def wanted_grafts(
     shared: Sequence[bytes] = (),
     similar: bool,
 ) -> list[int]:
-    """Numbers of stored blocks, of its own scope or of shared ones, that could be grafted where `free` bool [T] is set,
-    longest run first."""
+    """Numbers of stored blocks, of its own scope or of shared ones, that could be grafted where
+    `free` bool [T] is set, longest run first."""
     clean = index.require_clean_context
-    matches = stored.match(tokens, scope, shared=shared, free=free, require_clean_context=clean, similar=similar)
+    matches = stored.match(
+        tokens, scope, shared=shared, free=free, require_clean_context=clean, similar=similar
+    )
     runs = sorted(matches, key=lambda match: -match.length)
     return list(dict.fromkeys(page for match in runs for page in match.pages.tolist()))
 
 
-def register_restored(index: ReuseIndex, blocks: Sequence[RestoredBlock], pages: Sequence[int]) -> list[bool]:
-    """Let blocks that have come back into these pages be grafted, by those who may read their scopes. False for those
-    that are known often enough."""
+def register_restored(
+    index: ReuseIndex, blocks: Sequence[RestoredBlock], pages: Sequence[int]
+) -> list[bool]:
+    """Let blocks that have come back into these pages be grafted, by those who may read their
+    scopes. False for those that are known often enough."""
     registered = [False] * len(blocks)
-    order = sorted(range(len(blocks)), key=lambda at: (blocks[at].scope, blocks[at].source, blocks[at].source_start))
+    order = sorted(
+        range(len(blocks)),
+        key=lambda at: (blocks[at].scope, blocks[at].source, blocks[at].source_start),
+    )
     starts = [((blocks[at].scope, blocks[at].source), blocks[at].source_start) for at in order]
     for run in consecutive(starts, index.pool.block_size):
         tokens = np.concatenate([blocks[at].tokens for at in order[run]])

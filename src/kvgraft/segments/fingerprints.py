@@ -1,8 +1,8 @@
 """Fingerprints of text, by which others can tell what a server holds without seeing any of it.
 
-A fingerprint is a keyed digest of some bytes of text at places that the text itself chooses, so equal text has equal
-fingerprints wherever it stands. The key is the scope: without it a fingerprint can be neither made nor tested.
-"""
+A fingerprint is a keyed digest of some bytes of text at places that the text itself chooses, so
+equal text has equal fingerprints wherever it stands. The key is the scope: without it a fingerprint
+can be neither made nor tested."""
 
 import hashlib
 from collections.abc import Iterable
@@ -15,7 +15,8 @@ from kvgraft.segments.keys import check_scope, window_hashes
 
 WINDOW = 64  # bytes that a fingerprint is of
 SPACING = 128  # bytes between two fingerprints, on average; a power of two
-FARTHEST = 8 * SPACING  # bytes that two neighbours speak for at most: what lies between more distant ones is not known
+# bytes that two neighbours speak for at most: what lies between more distant ones is not known
+FARTHEST = 8 * SPACING
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,10 @@ class Fingerprints:
         windows = window_hashes(np.frombuffer(text, np.uint8), WINDOW, scope)
         places = np.flatnonzero(windows & np.uint64(SPACING - 1) == 0)
         places = places[~_repeats(places, windows[places])]
-        digests = [hashlib.blake2b(text[at : at + WINDOW], digest_size=8, key=scope).digest() for at in places.tolist()]
+        digests = [
+            hashlib.blake2b(text[at : at + WINDOW], digest_size=8, key=scope).digest()
+            for at in places.tolist()
+        ]
         return cls(places, np.frombuffer(b"".join(digests), "<u8"), len(text))
 
     @classmethod
@@ -47,7 +51,9 @@ class Fingerprints:
         """Those of texts that follow each other, none of which reaches from one into the next."""
         parts = list(texts)
         starts = np.cumsum([0, *(part.num_bytes for part in parts)])
-        places = [part.places + start for part, start in zip(parts, starts[:-1].tolist(), strict=True)]
+        places = [
+            part.places + start for part, start in zip(parts, starts[:-1].tolist(), strict=True)
+        ]
         empty = np.zeros(0, np.int64)
         values = np.concatenate([*(part.values for part in parts), empty.astype(np.uint64)])
         return cls(np.concatenate([*places, empty]), values, int(starts[-1]))
@@ -65,20 +71,25 @@ class Fingerprints:
         return chained
 
     def known_bytes(self, known: np.ndarray) -> np.ndarray:
-        """How much text is known where these fingerprints bool [..., n] are: float64 [...], whole numbers.
+        """How much text is known where these fingerprints bool [..., n] are: float64 [...], whole
+        numbers.
 
-        Each speaks for its window; two neighbours that are known for what lies between them, unless that is too much.
-        """
+        Each speaks for its window; two neighbours that are known for what lies between them, unless
+        that is too much."""
         gaps = np.diff(self.places)
-        reach = np.append(np.minimum(gaps, WINDOW), [WINDOW] * bool(len(self.places)))  # as far as the next one's
+        # as far as the next one's
+        reach = np.append(np.minimum(gaps, WINDOW), [WINDOW] * bool(len(self.places)))
         bridged = known[..., :-1] & known[..., 1:] & (gaps <= FARTHEST)
         # products of floats are much faster than those of integers
-        found: np.ndarray = known.astype(float) @ reach + bridged.astype(float) @ (gaps - reach[:-1])
+        found: np.ndarray = known.astype(float) @ reach + bridged.astype(float) @ (
+            gaps - reach[:-1]
+        )
         return found
 
 
 def _repeats(places: np.ndarray, windows: np.ndarray) -> np.ndarray:
-    """Which windows overlap an equal one before them, bool [n]: in "aaaa" all would be chosen, or none."""
+    """Which windows overlap an equal one before them, bool [n]: in "aaaa" all would be chosen, or
+    none."""
     order = np.lexsort((places, windows))
     is_near = np.diff(places[order]) < WINDOW
     repeats = np.zeros(len(places), bool)

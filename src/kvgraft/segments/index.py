@@ -1,4 +1,5 @@
-"""Virtual-block index: finds, at any token offset, what of a prompt is already cached (SparseX, sections 4.3-4.5)."""
+"""Virtual-block index: finds, at any token offset, what of a prompt is already cached (SparseX,
+sections 4.3-4.5)."""
 
 import hashlib
 import os
@@ -30,7 +31,8 @@ class _Prompt:
 
 @dataclass
 class _Run:
-    """Claimed tokens [start, start + length) of a prompt; ids are the entries that cover them, of at most a depth."""
+    """Claimed tokens [start, start + length) of a prompt; ids are the entries that cover them, of
+    at most a depth."""
 
     start: int
     length: int
@@ -40,18 +42,20 @@ class _Run:
 
 
 class VirtualBlockIndex:
-    """Names of physical blocks by content and namespace. It owns no KV memory and no page. For one thread.
+    """Names of physical blocks by content and namespace. It owns no KV memory and no page. For one
+    thread.
 
     Args:
         block_size: tokens per block.
-        is_live: (pages int32 [n], versions int64 [n]) -> bool [n], whether each page still holds the content that it
-            had under that version. Entries found dead are dropped.
-        max_sources: entries kept of one content in one scope. Those of a greater depth never keep one out, so there
-            may be as many of each depth.
+        is_live: (pages int32 [n], versions int64 [n]) -> bool [n], whether each page still holds
+            the content that it had under that version. Entries found dead are dropped.
+        max_sources: entries kept of one content in one scope. Those of a greater depth never keep
+            one out, so there may be as many of each depth.
 
     Attributes:
         num_lost: blocks that prompts would have had, but for their having been reclaimed.
-        num_too_deep: tokens of the last prompt that are known, but only deeper than it may graft from.
+        num_too_deep: tokens of the last prompt that are known, but only deeper than it may graft
+            from.
     """
 
     def __init__(self, block_size: int, is_live: IsLive, *, max_sources: int = 4) -> None:
@@ -96,15 +100,22 @@ class VirtualBlockIndex:
             source_start: position of the first token in the source, a multiple of block_size.
             scope: `scope_digest` of model and namespace.
             depth: of all blocks or int [m], see `Match`.
-            after: entry id of the block before the first, so that runs link across calls; no link if it was dropped.
-            unlimited: name the blocks even where max_sources others hold the content, since these will outlive them.
+            after: entry id of the block before the first, so that runs link across calls; no link
+                if it was dropped.
+            unlimited: name the blocks even where max_sources others hold the content, since these
+                will outlive them.
             is_whole: only others in such pages count.
 
         Returns:
-            Entry ids, int32 [m]. The known id where the scope already has that page in that version; -1 where
-            max_sources live entries already hold the content. The depth of a block never gets less.
+            Entry ids, int32 [m]. The known id where the scope already has that page in that
+            version; -1 where max_sources live entries already hold the content. The depth of a
+            block never gets less.
         """
-        tokens, pages, versions = as_int32("tokens", tokens), as_int32("pages", pages), np.asarray(versions, np.int64)
+        tokens, pages, versions = (
+            as_int32("tokens", tokens),
+            as_int32("pages", pages),
+            np.asarray(versions, np.int64),
+        )
         self._check_insertion(tokens, pages, versions, source, source_start, after)
         depths = np.broadcast_to(np.asarray(depth), pages.shape)
         if len(depths) and not 0 <= depths.min() <= depths.max() <= MAX_DEPTH:
@@ -114,7 +125,11 @@ class VirtualBlockIndex:
         ids = np.empty(len(blocks), np.int32)
         for at in range(0, len(blocks), _INSERT_BATCH):
             batch = slice(at, at + _INSERT_BATCH)
-            columns = {"page": pages[batch], "version": versions[batch], "source_start": starts[batch]}
+            columns = {
+                "page": pages[batch],
+                "version": versions[batch],
+                "source_start": starts[batch],
+            }
             columns["depth"] = depths[batch].astype(np.int16)
             limit = sys.maxsize if unlimited else self.max_sources
             ids[batch] = self._insert(blocks[batch], columns, source, scope, limit, is_whole)
@@ -134,21 +149,22 @@ class VirtualBlockIndex:
     ) -> list[Match]:
         """Find what of a prompt can be grafted: disjoint matches sorted by start.
 
-        Blocks on one diagonal (same source, same shift) form runs. The longest run claims its positions first (ties:
-        earlier scope, then earlier offset, then lower entry id); what others lose by that is cut off in whole blocks.
-        Blocks of a greater depth come after all others, for what is left; of more than _LEVELS depths the greatest are
-        one level, so that a prompt costs no more however many there are. Then runs grow token by token into the
-        neighbouring blocks of their source.
+        Blocks on one diagonal (same source, same shift) form runs. The longest run claims its
+        positions first (ties: earlier scope, then earlier offset, then lower entry id); what others
+        lose by that is cut off in whole blocks. Blocks of a greater depth come after all others,
+        for what is left; of more than _LEVELS depths the greatest are one level, so that a prompt
+        costs no more however many there are. Then runs grow token by token into the neighbouring
+        blocks of their source.
 
         Args:
             tokens: the prompt, int [T].
             scope: `scope_digest` of model and the prompt's own namespace.
-            shared: those of other namespaces that it may read, in this order; entries of no other scope are found. Each
-                costs about as much time as the first one.
+            shared: those of other namespaces that it may read, in this order; entries of no other
+                scope are found. Each costs about as much time as the first one.
             free: bool [T], positions that may be grafted (None: all).
             max_depth: use blocks of at most this depth.
-            require_clean_context: use only what its source began with. The KV of other text carries the context that
-                it was first read in, which may be hostile.
+            require_clean_context: use only what its source began with. The KV of other text carries
+                the context that it was first read in, which may be hostile.
             is_whole: use only what lies in such pages.
         """
         tokens = as_int32("tokens", tokens)
@@ -159,7 +175,9 @@ class VirtualBlockIndex:
             raise ValueError(f"a scope is given twice: {[s.hex()[:8] for s in (scope, *shared)]}")
         unclaimed = bytearray(free.tobytes())
         max_depth = min(max_depth, MAX_DEPTH)
-        prompt = _Prompt(tokens, (scope, *shared), max_depth, require_clean_context, unclaimed, is_whole)
+        prompt = _Prompt(
+            tokens, (scope, *shared), max_depth, require_clean_context, unclaimed, is_whole
+        )
         found = [self._candidates(prompt, free, known) for known in prompt.scopes]
         starts, ids = (np.concatenate(parts) for parts in zip(*found, strict=True))
         ranks = np.repeat(np.arange(len(found)), [len(part) for part, _ in found])
@@ -192,13 +210,19 @@ class VirtualBlockIndex:
         check_scope(scope)
         return hashlib.sha256(self._secret + scope).digest()
 
-    def around(self, entry: int, before: int, after: int, scope: bytes, max_depth: int) -> np.ndarray:
-        """Ids of the entries of consecutive blocks of one source, int32: this one with up to so many on either side.
+    def around(
+        self, entry: int, before: int, after: int, scope: bytes, max_depth: int
+    ) -> np.ndarray:
+        """Ids of the entries of consecutive blocks of one source, int32: this one with up to so
+        many on either side.
 
         All are live, of at most this depth, and of this scope; empty if this one is not.
         """
         entries = self._entries
-        ids = np.array([*entries.walk(entry, -1, before)[::-1], entry, *entries.walk(entry, +1, after)], np.int32)
+        ids = np.array(
+            [*entries.walk(entry, -1, before)[::-1], entry, *entries.walk(entry, +1, after)],
+            np.int32,
+        )
         usable = entries.live(ids) & (entries.depth[ids] <= max_depth) & entries.is_of(ids, scope)
         here = int(np.flatnonzero(ids == entry)[0])
         if not usable[here]:
@@ -207,12 +231,19 @@ class VirtualBlockIndex:
         return ids[bad[bad < here].max(initial=-1) + 1 : bad[bad > here].min(initial=len(ids))]
 
     def as_match(self, start: int, length: int, source_start: int, ids: np.ndarray) -> Match:
-        """Tokens [start, start + length) of a prompt, from source_start on in a source; ids cover it by blocks."""
+        """Tokens [start, start + length) of a prompt, from source_start on in a source; ids cover
+        it by blocks."""
         pages, depth = self._entries.page[ids], int(self._entries.depth[ids].max())
         return Match(start, length, source_start, pages, depth, int(self._entries.source[ids[0]]))
 
     def _check_insertion(
-        self, tokens: np.ndarray, pages: np.ndarray, versions: np.ndarray, source: int, source_start: int, after: int
+        self,
+        tokens: np.ndarray,
+        pages: np.ndarray,
+        versions: np.ndarray,
+        source: int,
+        source_start: int,
+        after: int,
     ) -> None:
         size, capacity = self.block_size, self._entries.capacity
         if not len(tokens) == size * len(pages) == size * len(versions):
@@ -223,7 +254,9 @@ class VirtualBlockIndex:
         if not -(2**63) <= source < 2**63:
             raise ValueError(f"source is {source}, must be a signed 64-bit integer")
         if source_start < 0 or source_start % size or source_start + len(tokens) >= 2**31:
-            raise ValueError(f"source_start is {source_start}, must be a multiple of {size}, the end below 2^31")
+            raise ValueError(
+                f"source_start is {source_start}, must be a multiple of {size}, the end below 2^31"
+            )
         if not -1 <= after < capacity:
             raise ValueError(f"after is {after}, must be -1 or an entry id below {capacity}")
 
@@ -241,7 +274,9 @@ class VirtualBlockIndex:
         same = (entries.tokens[held] == blocks[rows]).all(axis=1) & entries.is_of(held, scope)
         rows, held = rows[same], held[same]
         ids = np.full(len(blocks), -1, np.int32)
-        known = (entries.page[held] == columns["page"][rows]) & (entries.version[held] == columns["version"][rows])
+        known = (entries.page[held] == columns["page"][rows]) & (
+            entries.version[held] == columns["version"][rows]
+        )
         ids[rows[known]] = held[known]
         depths = columns["depth"]
         entries.depth[held[known]] = np.maximum(entries.depth[held[known]], depths[rows[known]])
@@ -251,8 +286,12 @@ class VirtualBlockIndex:
         num_sources = np.bincount(rows[counts], minlength=len(blocks))
         new = np.flatnonzero(ids < 0)
         new = new[np.argsort(depths[new], kind="stable")]
-        contents = np.ascontiguousarray(blocks[new]).view(f"V{blocks.itemsize * self.block_size}")[:, 0]
-        new = new[num_sources[new] + occurrence(np.unique(contents, return_inverse=True)[1]) < max_sources]
+        contents = np.ascontiguousarray(blocks[new]).view(f"V{blocks.itemsize * self.block_size}")[
+            :, 0
+        ]
+        new = new[
+            num_sources[new] + occurrence(np.unique(contents, return_inverse=True)[1]) < max_sources
+        ]
         columns = {"tokens": blocks, **columns}
         ids[new] = entries.add(
             keys[new],
@@ -264,15 +303,19 @@ class VirtualBlockIndex:
         )
         return ids
 
-    def _candidates(self, prompt: _Prompt, free: np.ndarray, scope: bytes) -> tuple[np.ndarray, np.ndarray]:
-        """(starts, ids) of the live entries of a scope, of any depth, that may stand at a wholly free window: int64
-        [n], int32 [n]."""
+    def _candidates(
+        self, prompt: _Prompt, free: np.ndarray, scope: bytes
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(starts, ids) of the live entries of a scope, of any depth, that may stand at a wholly
+        free window: int64 [n], int32 [n]."""
         keys = window_hashes(prompt.tokens, self.block_size, self.lookup_scope(scope))
         if not len(keys):
             return np.empty(0, np.int64), np.empty(0, np.int32)
         entries, windows = self._entries, sliding_window_view(prompt.tokens, self.block_size)
         num_free = np.concatenate(([0], free.cumsum()))
-        offsets = np.flatnonzero(num_free[self.block_size :] - num_free[: -self.block_size] == self.block_size)
+        offsets = np.flatnonzero(
+            num_free[self.block_size :] - num_free[: -self.block_size] == self.block_size
+        )
         rows, ids, dropped, dead = entries.find_and_drop(keys[offsets])
         dropped = dropped[entries.depth[dead] <= prompt.max_depth]
         if len(dropped):
@@ -286,12 +329,16 @@ class VirtualBlockIndex:
 
     def _covered(self, starts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """bool [T]: which of so many tokens lie in windows that start there."""
-        begun, ended = (np.bincount(at, minlength=len(tokens) + 1) for at in (starts, starts + self.block_size))
+        begun, ended = (
+            np.bincount(at, minlength=len(tokens) + 1) for at in (starts, starts + self.block_size)
+        )
         return (begun - ended).cumsum()[: len(tokens)] > 0
 
-    def _claim(self, prompt: _Prompt, starts: np.ndarray, ids: np.ndarray, ranks: np.ndarray, depth: int) -> list[_Run]:
-        """Form runs of the candidates, of at most this depth, and claim their positions, longest first. `ranks` are
-        those of their scopes; a source is of one scope."""
+    def _claim(
+        self, prompt: _Prompt, starts: np.ndarray, ids: np.ndarray, ranks: np.ndarray, depth: int
+    ) -> list[_Run]:
+        """Form runs of the candidates, of at most this depth, and claim their positions, longest
+        first. `ranks` are those of their scopes; a source is of one scope."""
         entries, size, unclaimed = self._entries, self.block_size, prompt.unclaimed
         source, source_start = entries.source[ids], entries.source_start[ids]
         lines = np.stack((source, source_start - starts, starts))  # [3, n]
@@ -300,22 +347,35 @@ class VirtualBlockIndex:
         order = np.delete(order, np.flatnonzero(repeated) + 1)
         joined = (np.diff(lines[:, order]) == [[0], [0], [size]]).all(axis=0)
         edges = np.concatenate(([0], np.flatnonzero(~joined) + 1, [len(order)]))
-        candidates = np.stack((edges[:-1], edges[1:]), axis=1)[: len(order)]  # none if there are no blocks
-        starts, ids, ranks, source_start = starts[order], ids[order], ranks[order], source_start[order]
+        # none if there are no blocks
+        candidates = np.stack((edges[:-1], edges[1:]), axis=1)[: len(order)]
+        starts, ids, ranks, source_start = (
+            starts[order],
+            ids[order],
+            ranks[order],
+            source_start[order],
+        )
         may_begin = (not prompt.from_start) | (source_start == 0)
         return [
             _Run(int(starts[at]), size * (stop - at), int(source_start[at]), ids[at:stop], depth)
-            for at, stop in longest_first(starts, ids, ranks, candidates, may_begin, unclaimed, size)
+            for at, stop in longest_first(
+                starts, ids, ranks, candidates, may_begin, unclaimed, size
+            )
         ]
 
     def _extend(self, prompt: _Prompt, runs: list[_Run], step: int) -> None:
-        """Grow each run to the left (step -1) or right (+1), by less than a block: a whole one would be in the run."""
+        """Grow each run to the left (step -1) or right (+1), by less than a block: a whole one
+        would be in the run."""
         edges = np.array([run.ids[-1 if step > 0 else 0] for run in runs], np.int32)
         near = self._neighbours(prompt, runs, edges, step)
-        places = np.array([run.start + run.length if step > 0 else run.start - 1 for run in runs], np.int64)
+        places = np.array(
+            [run.start + run.length if step > 0 else run.start - 1 for run in runs], np.int64
+        )
         positions = places[:, None] + step * np.arange(self.block_size)  # [runs, block_size]
         inside = (near >= 0)[:, None] & (positions >= 0) & (positions < len(prompt.tokens))
-        equal = inside & (self._entries.tokens[near, ::step] == prompt.tokens[np.where(inside, positions, 0)])
+        equal = inside & (
+            self._entries.tokens[near, ::step] == prompt.tokens[np.where(inside, positions, 0)]
+        )
         reach = np.logical_and.accumulate(equal, axis=1).sum(axis=1)
         for row in np.flatnonzero(reach).tolist():
             run, count = runs[row], claim(prompt.unclaimed, int(places[row]), int(reach[row]), step)
@@ -325,9 +385,11 @@ class VirtualBlockIndex:
             if step < 0:
                 run.start, run.source_start = run.start - count, run.source_start - count
 
-    def _neighbours(self, prompt: _Prompt, runs: list[_Run], ids: np.ndarray, step: int) -> np.ndarray:
-        """The live entry next to each, the edge of a run, in its source, of the run's scope and at most its depth, or
-        -1: int32 [runs]."""
+    def _neighbours(
+        self, prompt: _Prompt, runs: list[_Run], ids: np.ndarray, step: int
+    ) -> np.ndarray:
+        """The live entry next to each, the edge of a run, in its source, of the run's scope and at
+        most its depth, or -1: int32 [runs]."""
         entries, near = self._entries, self._entries.adjacent(ids, step)
         depths = np.array([run.depth for run in runs], np.int16)
         allowed = (near >= 0) & (entries.depth[near] <= depths)
@@ -344,7 +406,10 @@ class VirtualBlockIndex:
         stops = np.cumsum([len(run.ids) for run in runs])
         firsts = np.append(0, stops[:-1])
         pages = np.split(entries.page[ids], stops[:-1])
-        depths, sources = np.maximum.reduceat(entries.depth[ids], firsts), entries.source[ids[firsts]]
+        depths, sources = (
+            np.maximum.reduceat(entries.depth[ids], firsts),
+            entries.source[ids[firsts]],
+        )
         return [
             Match(run.start, run.length, run.source_start, *rest)
             for run, *rest in zip(runs, pages, depths.tolist(), sources.tolist(), strict=True)

@@ -1,8 +1,8 @@
-"""Content keys of token blocks: a rolling hash proposes where text stands, chained SHA-256 names a whole prefix.
+"""Content keys of token blocks: a rolling hash proposes where text stands, chained SHA-256 names a
+whole prefix.
 
-A scope is the 32-byte digest of model identity and namespace (SparseX, section 4.3: the extra key). It is the root of
-every key, so blocks of two namespaces never share one.
-"""
+A scope is the 32-byte digest of model identity and namespace (SparseX, section 4.3: the extra key).
+It is the root of every key, so blocks of two namespaces never share one."""
 
 import hashlib
 from functools import cache
@@ -18,27 +18,37 @@ _INVERSE = pow(_BASE, -1, 1 << 64)
 def scope_digest(model_identity: str, namespace: str) -> bytes:
     """Isolation root of every key: SHA-256 over the length-prefixed UTF-8 parts, 32 bytes."""
     parts = (model_identity.encode(), namespace.encode())
-    return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
+    return hashlib.sha256(
+        b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    ).digest()
 
 
 def check_scope(scope: bytes) -> None:
     """Raise ValueError unless scope has the length that `scope_digest` returns."""
     if len(scope) != SCOPE_BYTES:
-        raise ValueError(f"scope has {len(scope)} bytes, expected the {SCOPE_BYTES} of scope_digest")
+        raise ValueError(
+            f"scope has {len(scope)} bytes, expected the {SCOPE_BYTES} of scope_digest"
+        )
 
 
 def as_int32(name: str, values: np.ndarray) -> np.ndarray:
-    """Values as an int32 vector; ValueError unless they are one-dimensional integers in [0, 2^31)."""
+    """Values as an int32 vector; ValueError unless they are one-dimensional integers in [0,
+    2^31)."""
     array = np.asarray(values)
     if array.ndim != 1:
         raise ValueError(f"{name} has {array.ndim} dimensions, expected 1")
-    if array.size and (array.dtype.kind not in "iu" or array.min() < 0 or array.max() > np.iinfo(np.int32).max):
-        raise ValueError(f"{name} must be integers in [0, 2^31), got {array.dtype} with minimum {array.min()}")
+    if array.size and (
+        array.dtype.kind not in "iu" or array.min() < 0 or array.max() > np.iinfo(np.int32).max
+    ):
+        raise ValueError(
+            f"{name} must be integers in [0, 2^31), got {array.dtype} with minimum {array.min()}"
+        )
     return array.astype(np.int32, copy=False)
 
 
 def window_hashes(tokens: np.ndarray, block_size: int, scope: bytes) -> np.ndarray:
-    """Rolling hash of the window of block_size tokens at every offset: `sum_k mix(token_k) B^k mod 2^64`, mixed again.
+    """Rolling hash of the window of block_size tokens at every offset: `sum_k mix(token_k) B^k mod
+    2^64`, mixed again.
 
     It does not depend on the offset. It only proposes candidates: collisions can be constructed.
 
@@ -65,7 +75,8 @@ def block_hashes(blocks: np.ndarray, scope: bytes) -> np.ndarray:
 
 
 def chain_hashes(tokens: np.ndarray, block_size: int, parent: bytes) -> list[bytes]:
-    """Exact-prefix key of every full block: SHA-256 over the key before it, or the scope (`parent`), and its tokens."""
+    """Exact-prefix key of every full block: SHA-256 over the key before it, or the scope
+    (`parent`), and its tokens."""
     check_scope(parent)
     data, width = tokens.astype("<i4").tobytes(), 4 * block_size
     keys, begun = [], hashlib.sha256(b"chain")

@@ -24,11 +24,15 @@ class Match:
     """Tokens [start, start + length) of a prompt that can be grafted from one source.
 
     Attributes:
-        source_start: position in the source of the first token; any token, not only a block's first.
-        pages: int32, physical blocks that cover [source_start, source_start + length) of the source.
-        depth: the greatest of the blocks: 0 is exact KV, d + 1 what was computed over grafts of depth d.
+        source_start: position in the source of the first token; any token, not only a block's
+            first.
+        pages: int32, physical blocks that cover [source_start, source_start + length) of the
+            source.
+        depth: the greatest of the blocks: 0 is exact KV, d + 1 what was computed over grafts of
+            depth d.
         source: identity of the sequence that the tokens were read in.
-        reading: the same number for matches that were read in one prompt, though their sources differ; None: `source`.
+        reading: the same number for matches that were read in one prompt, though their sources
+            differ; None: `source`.
     """
 
     start: int
@@ -42,25 +46,37 @@ class Match:
     def where(self, usable: np.ndarray, block_size: int) -> "list[Match]":
         """The parts of the match that lie in pages where `usable` bool [pages] is set."""
         first = self.source_start % block_size  # within the pages
-        edges = np.flatnonzero(np.diff(np.concatenate(([False], usable, [False])).astype(np.int8))).tolist()
+        edges = np.flatnonzero(
+            np.diff(np.concatenate(([False], usable, [False])).astype(np.int8))
+        ).tolist()
         parts = []
         for begin, end in zip(edges[::2], edges[1::2], strict=True):
             start = max(begin * block_size - first, 0)
             length = min(end * block_size - first, self.length) - start
             moved = self.start + start, length, self.source_start + start
-            parts.append(Match(*moved, self.pages[begin:end], self.depth, self.source, self.reading))
+            parts.append(
+                Match(*moved, self.pages[begin:end], self.depth, self.source, self.reading)
+            )
         return parts
 
 
-def grafted_tokens(matches: Sequence[Match], block_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The tokens of matches, one after the other, int64 [g] each: positions in the prompt, slots in the paged KV pool,
-    these positions minus those in the source, and `Match.reading`."""
+def grafted_tokens(
+    matches: Sequence[Match], block_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The tokens of matches, one after the other, int64 [g] each: positions in the prompt, slots in
+    the paged KV pool, these positions minus those in the source, and `Match.reading`."""
     readings = [m.source if m.reading is None else m.reading for m in matches]
     rows = [(m.start, m.length, m.source_start, len(m.pages)) for m in matches]
     starts, lengths, source_starts, num_pages = np.array(rows, np.int64).reshape(-1, 4).T
     pages = np.concatenate([np.zeros(0, np.int64), *(match.pages for match in matches)])
     slots = (pages[:, None] * block_size + np.arange(block_size)).ravel()
-    firsts = block_size * (num_pages.cumsum() - num_pages) + source_starts % block_size  # where each match is in slots
+    # where each match is in slots
+    firsts = block_size * (num_pages.cumsum() - num_pages) + source_starts % block_size
     numbers, before = np.arange(lengths.sum()), lengths.cumsum() - lengths
     places, held = (numbers + (first - before).repeat(lengths) for first in (starts, firsts))
-    return places, slots[held], (starts - source_starts).repeat(lengths), np.array(readings, np.int64).repeat(lengths)
+    return (
+        places,
+        slots[held],
+        (starts - source_starts).repeat(lengths),
+        np.array(readings, np.int64).repeat(lengths),
+    )

@@ -1,8 +1,9 @@
-"""MinHash of token segments and banded LSH over it: what resembles what (cross-query reuse, segment discovery).
+"""MinHash of token segments and banded LSH over it: what resembles what (cross-query reuse, segment
+discovery).
 
-Shingles are windows of k tokens, hashed by `keys.window_hashes` under the scope, so signatures of two namespaces have
-nothing in common. Only proposals come from here: nothing is reused before its tokens have been compared.
-"""
+Shingles are windows of k tokens, hashed by `keys.window_hashes` under the scope, so signatures of
+two namespaces have nothing in common. Only proposals come from here: nothing is reused before its
+tokens have been compared."""
 
 from functools import lru_cache
 
@@ -12,7 +13,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from kvgraft.segments.keys import block_hashes
 
 _CHUNK = 1 << 14  # shingles permuted at a time
-_BITS = 256  # values of a stored component: its low byte (b-bit minwise hashing, Li and König 2010, b = 8)
+# values of a stored component: its low byte (b-bit minwise hashing, Li and König 2010, b = 8)
+_BITS = 256
 
 
 class Permutations:
@@ -29,7 +31,8 @@ class Permutations:
         self._terms = random.integers(0, 1 << 63, count, np.uint64)
 
     def signatures(self, hashes: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """The least image of the hashes [start, stop) of each segment under each map: uint32 [n, P].
+        """The least image of the hashes [start, stop) of each segment under each map: uint32 [n,
+        P].
 
         Args:
             hashes: uint64 [T].
@@ -47,7 +50,8 @@ class Permutations:
         return signatures
 
     def _images(self, hashes: np.ndarray) -> np.ndarray:
-        """uint32 [t + 1, P]; the last row is greater than all, and there only so that a segment may end before it."""
+        """uint32 [t + 1, P]; the last row is greater than all, and there only so that a segment may
+        end before it."""
         images = np.full((len(hashes) + 1, len(self._factors)), np.iinfo(np.uint32).max, np.uint32)
         images[:-1] = (hashes[:, None] * self._factors + self._terms) >> np.uint64(32)
         return images
@@ -59,17 +63,19 @@ def compact(signatures: np.ndarray) -> np.ndarray:
 
 
 def similarity(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Estimates of the Jaccard similarity from compact signatures uint8 [n, P]: float64 [n], corrected for equal bytes
-    of different components, so that what has nothing in common is near 0."""
+    """Estimates of the Jaccard similarity from compact signatures uint8 [n, P]: float64 [n],
+    corrected for equal bytes of different components, so that what has nothing in common is near
+    0."""
     return ((left == right).mean(axis=1) * _BITS - 1) / (_BITS - 1)
 
 
 @lru_cache(maxsize=16)
 def bands(threshold: float, permutations: int, miss_weight: float = 0.5) -> tuple[int, int]:
-    """Number of bands and components in each that tell best what is at least as similar as the threshold.
+    """Number of bands and components in each that tell best what is at least as similar as the
+    threshold.
 
-    A pair of similarity s is proposed with probability `1 - (1 - s^r)^b`. Minimises the area of false proposals below
-    the threshold and, weighted by `miss_weight` against it, of misses above.
+    A pair of similarity s is proposed with probability `1 - (1 - s^r)^b`. Minimises the area of
+    false proposals below the threshold and, weighted by `miss_weight` against it, of misses above.
     """
     similarities = np.linspace(0, 1, 1001)
     below = similarities < threshold
@@ -85,17 +91,23 @@ def bands(threshold: float, permutations: int, miss_weight: float = 0.5) -> tupl
 
 
 def band_keys(signatures: np.ndarray, count: int, rows: int, scope: bytes) -> np.ndarray:
-    """Bucket of each band in this scope, uint64 [n, count]: equal where all components of the band are."""
+    """Bucket of each band in this scope, uint64 [n, count]: equal where all components of the band
+    are."""
     parts = signatures[:, : count * rows].reshape(-1, count, rows)
     number = np.broadcast_to(np.arange(count, dtype=np.uint32)[:, None], (len(parts), count, 1))
-    return block_hashes(np.concatenate((parts, number), axis=2).reshape(-1, rows + 1), scope).reshape(-1, count)
+    return block_hashes(
+        np.concatenate((parts, number), axis=2).reshape(-1, rows + 1), scope
+    ).reshape(-1, count)
 
 
 def winnow(hashes: np.ndarray, span: int) -> np.ndarray:
-    """Offsets whose hash is the least of some `span` consecutive ones, ascending, int64 (Schleimer et al. 2003).
+    """Offsets whose hash is the least of some `span` consecutive ones, ascending, int64 (Schleimer
+    et al. 2003).
 
     Equal text has equal offsets wherever it stands; there is one at least in every `span`.
     """
     if len(hashes) < span:
         return np.flatnonzero(hashes == hashes.min(initial=np.iinfo(np.uint64).max))[:1]
-    return np.unique(np.arange(len(hashes) - span + 1) + sliding_window_view(hashes, span).argmin(axis=1))
+    return np.unique(
+        np.arange(len(hashes) - span + 1) + sliding_window_view(hashes, span).argmin(axis=1)
+    )

@@ -1,4 +1,5 @@
-"""Pinned documents: knowledge whose physical blocks stay while others are reclaimed (SparseX, sections 4.1 and 4.2).
+"""Pinned documents: knowledge whose physical blocks stay while others are reclaimed (SparseX,
+sections 4.1 and 4.2).
 
 It owns no memory: an entry is a name for pages of the common pool, each held by one reference.
 """
@@ -27,8 +28,8 @@ class PinnablePages(Protocol):
 
 @dataclass(frozen=True)
 class PinnedDocument:
-    """What is pinned under one name. `num_shed` pages were given back under memory pressure; `owner`, who may have
-    several namespaces, is who is charged for the others."""
+    """What is pinned under one name. `num_shed` pages were given back under memory pressure;
+    `owner`, who may have several namespaces, is who is charged for the others."""
 
     name: str
     namespace: str
@@ -40,8 +41,8 @@ class PinnedDocument:
 class PinnedDocuments:
     """Named sets of pinned pages; gives the least-referenced ones back when the pool fills up.
 
-    A namespace only ever sheds its own pages, so that no tenant can evict another's knowledge; `capacity` leaves
-    room for the requests of the others.
+    A namespace only ever sheds its own pages, so that no tenant can evict another's knowledge;
+    `capacity` leaves room for the requests of the others.
 
     Args:
         pool: the page pool that all requests share.
@@ -59,7 +60,12 @@ class PinnedDocuments:
         self._entries: dict[tuple[str, str], PinnedDocument] = {}
 
     def insert(
-        self, name: str, namespace: str, pages: Sequence[int], owner: str | None = None, quota: float = 1.0
+        self,
+        name: str,
+        namespace: str,
+        pages: Sequence[int],
+        owner: str | None = None,
+        quota: float = 1.0,
     ) -> PinnedDocument:
         """Pin pages that hold content. An entry of that name in this namespace is replaced.
 
@@ -72,18 +78,26 @@ class PinnedDocuments:
         """
         if not pages:
             raise ValueError(f"nothing to pin under {name!r}: the text fills no whole block")
-        others = {page for key, e in self._entries.items() if key != (namespace, name) for page in e.pages}
+        others = {
+            page for key, e in self._entries.items() if key != (namespace, name) for page in e.pages
+        }
         room = int(self.capacity * self.pool.num_pages)
         if len(others | set(pages)) > room:
             raise ValueError(
-                f"{name!r} needs {len(set(pages) - others)} pinned pages, but {len(others)} of at most {room} are taken"
+                f"{name!r} needs {len(set(pages) - others)} pinned pages, but {len(others)} of at "
+                f"most {room} are taken"
             )
         owner = namespace if owner is None else owner
-        mine = (e for e in self._entries.values() if e.owner == owner and (e.namespace, e.name) != (namespace, name))
+        mine = (
+            e
+            for e in self._entries.values()
+            if e.owner == owner and (e.namespace, e.name) != (namespace, name)
+        )
         charged = {page for entry in mine for page in entry.pages}
         if len(charged | set(pages)) > int(quota * room):
             raise ValueError(
-                f"{name!r} needs {len(set(pages) - charged)} pinned pages, but its owner has {len(charged)} of at most "
+                f"{name!r} needs {len(set(pages) - charged)} pinned pages, but its owner has "
+                f"{len(charged)} of at most "
                 f"{int(quota * room)}, a share of {quota:.2g}"
             )
         self.pool.acquire(pages)
@@ -107,14 +121,16 @@ class PinnedDocuments:
         return [entry for (owner, _), entry in self._entries.items() if namespace in (None, owner)]
 
     def delete(self, name: str, namespace: str) -> None:
-        """Unpin an entry; its content stays findable until it is reclaimed. Unknown names raise KeyError."""
+        """Unpin an entry; its content stays findable until it is reclaimed. Unknown names raise
+        KeyError."""
         if (namespace, name) not in self._entries:
             raise KeyError(f"no pinned entry {name!r} in namespace {namespace!r}")
         self.pool.release(self._entries.pop((namespace, name)).pages)
 
     @property
     def num_unpressed(self) -> int:
-        """Pages that can be taken before the watermark is reached, above which pinned ones are shed."""
+        """Pages that can be taken before the watermark is reached, above which pinned ones are
+        shed."""
         return max(int(self.watermark * self.pool.num_pages) - self.pool.num_used, 0)
 
     def num_sheddable(self, namespace: str, spare: Container[int] = ()) -> int:
@@ -122,21 +138,28 @@ class PinnedDocuments:
         return len(self._freeable(namespace, spare))
 
     def shed(self, namespace: str, num_needed: int = 0, spare: Container[int] = ()) -> int:
-        """Give this namespace's least-referenced pages back until `num_needed` more would leave use at the watermark.
+        """Give this namespace's least-referenced pages back until `num_needed` more would leave use
+        at the watermark.
 
-        Pages in `spare` stay, as do those that a request holds, too: giving them back would free nothing.
+        Pages in `spare` stay, as do those that a request holds, too: giving them back would free
+        nothing.
 
         Returns the number of pages given back; entries that lose all their pages disappear.
         """
         excess = max(self.pool.num_used + num_needed - int(self.watermark * self.pool.num_pages), 0)
         if not excess:
             return 0
-        order = sorted(self._freeable(namespace, spare), key=lambda page: (int(self.pool.hit_counts[page]), page))
+        order = sorted(
+            self._freeable(namespace, spare),
+            key=lambda page: (int(self.pool.hit_counts[page]), page),
+        )
         shed = set(order[:excess])
         for entry in self.list(namespace) if shed else ():
             gone = [page for page in entry.pages if page in shed]
             pages = tuple(page for page in entry.pages if page not in shed)
-            self._entries[namespace, entry.name] = replace(entry, pages=pages, num_shed=entry.num_shed + len(gone))
+            self._entries[namespace, entry.name] = replace(
+                entry, pages=pages, num_shed=entry.num_shed + len(gone)
+            )
             self.pool.release(gone)
         self._entries = {key: entry for key, entry in self._entries.items() if entry.pages}
         return len(shed)
@@ -144,4 +167,8 @@ class PinnedDocuments:
     def _freeable(self, namespace: str, spare: Container[int]) -> set[int]:
         """Pages but `spare` that nobody but the entries of this namespace holds."""
         held = Counter(page for entry in self.list(namespace) for page in entry.pages)
-        return {page for page, count in held.items() if self.pool.ref_count(page) == count and page not in spare}
+        return {
+            page
+            for page, count in held.items()
+            if self.pool.ref_count(page) == count and page not in spare
+        }

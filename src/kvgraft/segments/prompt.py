@@ -1,4 +1,5 @@
-"""From text to token ids: chat template, reuse markers, anchors, padding to blocks (SparseX, section 4.5)."""
+"""From text to token ids: chat template, reuse markers, anchors, padding to blocks (SparseX,
+section 4.5)."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,8 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Segment:
-    """Reusable text. It is tokenised on its own, so that its token ids never depend on its neighbours."""
+    """Reusable text. It is tokenised on its own, so that its token ids never depend on its
+    neighbours."""
 
     text: str
 
@@ -41,19 +43,24 @@ def mark(text: str) -> str:
 
 
 def parse_markers(text: str, *, start: str = START, end: str = END) -> list[Part]:
-    """Split text at reuse markers; what stands between a start and an end becomes a Segment. Empty pieces drop out.
+    """Split text at reuse markers; what stands between a start and an end becomes a Segment. Empty
+    pieces drop out.
 
     Raises:
-        ValueError: a marker without its partner or inside another pair, with its position; or markers that are
-            empty or begin alike, so that they cannot be told apart.
+        ValueError: a marker without its partner or inside another pair, with its position; or
+            markers that are empty or begin alike, so that they cannot be told apart.
     """
     if start.startswith(end) or end.startswith(start):
-        raise ValueError(f"markers {start!r} and {end!r}: must not be empty, nor one the beginning of the other")
+        raise ValueError(
+            f"markers {start!r} and {end!r}: must not be empty, nor one the beginning of the other"
+        )
     parts: list[Part] = []
     cursor, opened = 0, None
     for marker in re.finditer(f"{re.escape(start)}|{re.escape(end)}", text):
         if (marker.group() == start) != (opened is None):
-            raise ValueError(f"marker {marker.group()!r} at character {marker.start()}: markers must alternate")
+            raise ValueError(
+                f"marker {marker.group()!r} at character {marker.start()}: markers must alternate"
+            )
         piece = text[cursor : marker.start()]
         parts.append(piece if opened is None else Segment(piece))
         cursor, opened = marker.end(), marker.start() if opened is None else None
@@ -63,38 +70,52 @@ def parse_markers(text: str, *, start: str = START, end: str = END) -> list[Part
 
 
 def split_at_anchors(text: str, anchors: Sequence[str]) -> list[Part]:
-    """Split text so that every anchor begins a Segment, which lasts to the next one (cross-query reuse, segmentation).
+    """Split text so that every anchor begins a Segment, which lasts to the next one (cross-query
+    reuse, segmentation).
 
-    Anchors are what recurs in a trace, as "\\nThought:" or "\\nPassage". The parts joined are the text again.
+    Anchors are what recurs in a trace, as "\\nThought:" or "\\nPassage". The parts joined are the
+    text again.
 
     Raises:
         ValueError: there is no anchor, or an empty one.
     """
     if not anchors or "" in anchors:
         raise ValueError(f"anchors {list(anchors)}: at least one is needed, and none may be empty")
-    cuts = [*(found.start() for found in re.finditer("|".join(map(re.escape, anchors)), text)), len(text)]
+    cuts = [
+        *(found.start() for found in re.finditer("|".join(map(re.escape, anchors)), text)),
+        len(text),
+    ]
     head: list[Part] = [text[: cuts[0]]] if cuts[0] else []
     return head + [Segment(text[start:stop]) for start, stop in pairwise(cuts)]
 
 
 def render_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]) -> str:
-    """The text of a conversation up to where the assistant answers, by the model's own chat template (sandboxed).
+    """The text of a conversation up to where the assistant answers, by the model's own chat
+    template (sandboxed).
 
     Args:
-        messages: `{"role": system | user | assistant | tool, "content": text}` each; reuse markers stay in the text.
+        messages: `{"role": system | user | assistant | tool, "content": text}` each; reuse markers
+            stay in the text.
 
     Raises:
-        ValueError: the tokenizer has no template, a message is not of this form, or the template refuses the messages.
+        ValueError: the tokenizer has no template, a message is not of this form, or the template
+            refuses the messages.
     """
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: give the prompt as text")
     for number, message in enumerate(messages):
         if message.keys() != {"role", "content"} or not isinstance(message["content"], str):
-            raise ValueError(f"message {number}: must have a role and a text content, and nothing else")
+            raise ValueError(
+                f"message {number}: must have a role and a text content, and nothing else"
+            )
         if message["role"] not in ROLES:
-            raise ValueError(f"message {number}, role {message['role']!r}: allowed are {', '.join(ROLES)}")
+            raise ValueError(
+                f"message {number}, role {message['role']!r}: allowed are {', '.join(ROLES)}"
+            )
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
     except TemplateError as error:
         raise ValueError(f"the chat template refuses these messages: {error}") from error
 
@@ -113,14 +134,17 @@ def tokenise(
         parts: plain text, or parts in order, or token ids, which are taken as they are.
         encode: text to token ids, without special tokens of its own.
         prefix_ids: put first, as the beginning-of-sequence token.
-        block_size, pad_id: both or neither. Padding goes where a segment begins and where other text follows one,
-            so that segments begin at multiples of block_size.
+        block_size, pad_id: both or neither. Padding goes where a segment begins and where other
+            text follows one, so that segments begin at multiples of block_size.
 
     Raises:
-        ValueError: a prompt without tokens, or only one of block_size and pad_id, or a block_size below 1.
+        ValueError: a prompt without tokens, or only one of block_size and pad_id, or a block_size
+            below 1.
     """
     if (block_size is None) != (pad_id is None) or (block_size is not None and block_size < 1):
-        raise ValueError(f"block_size {block_size}, pad_id {pad_id}: both or neither, and block_size at least 1")
+        raise ValueError(
+            f"block_size {block_size}, pad_id {pad_id}: both or neither, and block_size at least 1"
+        )
     if set(map(type, parts)) == {int}:  # one by one, thousands take milliseconds
         return TokenisedPrompt(np.array([*prefix_ids, *parts], dtype=np.int64), ())
     token_ids, segments, after_segment = list(prefix_ids), [], False

@@ -1,4 +1,5 @@
-"""Identical text and, if wanted, near-duplicates of it: one index of blocks, and one of segments beside it."""
+"""Identical text and, if wanted, near-duplicates of it: one index of blocks, and one of segments
+beside it."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -45,14 +46,17 @@ class SegmentIndex:
         usable: np.ndarray | None = None,
         **place: Any,
     ) -> np.ndarray:
-        """Name consecutive blocks of one source: `VirtualBlockIndex.insert`. The segments in them become known, too: in
-        all of them, or in those where `usable` bool [m] is set."""
+        """Name consecutive blocks of one source: `VirtualBlockIndex.insert`. The segments in them
+        become known, too: in all of them, or in those where `usable` bool [m] is set."""
         ids = self.blocks.insert(tokens, pages, versions, scope=scope, **place)
         if self.similar is not None:
             self.similar.insert(ids if usable is None else np.where(usable, ids, -1), scope)
         return ids
 
-    def match(self, tokens: np.ndarray, scope: bytes, *, similar: bool = False, **wanted: Any) -> list[Match]:
-        """What of a prompt is known, with `similar` near-duplicates, too: `VirtualBlockIndex.match`."""
+    def match(
+        self, tokens: np.ndarray, scope: bytes, *, similar: bool = False, **wanted: Any
+    ) -> list[Match]:
+        """What of a prompt is known, with `similar` near-duplicates, too:
+        `VirtualBlockIndex.match`."""
         index = self.similar if similar and self.similar is not None else self.blocks
         return index.match(tokens, scope, **wanted)

@@ -1,4 +1,5 @@
-"""Where segments that may recur begin and end, and how they are recognised (cross-query reuse, segment discovery)."""
+"""Where segments that may recur begin and end, and how they are recognised (cross-query reuse,
+segment discovery)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ class Similarity:
     """What counts as a near-duplicate; the names are those of the paper.
 
     Attributes:
-        tau: least Jaccard similarity of the shingles of two segments. The paper has 0.8, which of a text of which a
-            twentieth was edited misses most; nothing is grafted that differs, so that a low one does no harm.
+        tau: least Jaccard similarity of the shingles of two segments. The paper has 0.8, which of a
+            text of which a twentieth was edited misses most; nothing is grafted that differs, so
+            that a low one does no harm.
         window_tokens: of the overlapping windows.
         tolerance_tokens: by which two segments may differ in length (r).
         context_tau: least similarity of the left contexts; 0 takes any.
@@ -64,7 +66,8 @@ class Similarity:
 
 
 def parse_match(text: str) -> Similarity | None:
-    """How prompts are matched: `exact` is None, `similar` or `similar:tau=0.7,...` a `Similarity`; else ValueError."""
+    """How prompts are matched: `exact` is None, `similar` or `similar:tau=0.7,...` a `Similarity`;
+    else ValueError."""
     name, options = parse("match", text)
     if name == "exact" and not options:
         return None
@@ -101,16 +104,20 @@ class Segmenter:
         self._permutations = Permutations(options.permutations)
 
     def cut(self, tokens: np.ndarray, scope: bytes, wanted: np.ndarray | None = None) -> Segments:
-        """Windows and anchored stretches of tokens int32 [T]; signatures of different scopes have nothing in common.
+        """Windows and anchored stretches of tokens int32 [T]; signatures of different scopes have
+        nothing in common.
 
         Args:
-            wanted: bool [T]; segments with fewer than `min_run_tokens` of these tokens are left out. None: all are.
+            wanted: bool [T]; segments with fewer than `min_run_tokens` of these tokens are left
+                out. None: all are.
         """
         options, shingles = self.options, window_hashes(tokens, self.options.shingle_tokens, scope)
         windows = winnow(shingles, WINNOW)
         anchored = self._anchored(tokens)
         starts = np.concatenate((windows, anchored[:-1]))
-        stops = np.concatenate((windows + options.window_tokens, np.minimum(anchored[1:], anchored[:-1] + MAX_SEGMENT)))
+        stops = np.concatenate(
+            (windows + options.window_tokens, np.minimum(anchored[1:], anchored[:-1] + MAX_SEGMENT))
+        )
         stops = np.minimum(stops, len(tokens))
         long_enough = stops - starts >= options.shortest
         starts, stops = np.unique(np.stack((starts, stops))[:, long_enough], axis=1)
@@ -120,15 +127,20 @@ class Segmenter:
             starts, stops = starts[useful], stops[useful]
         lost = options.shingle_tokens - 1  # the last tokens of a segment begin no shingle of it
         signatures = self._permutations.signatures(shingles, starts, stops - lost)
-        contexts = np.zeros((len(starts), options.permutations if options.context_tau else 0), np.uint8)
+        contexts = np.zeros(
+            (len(starts), options.permutations if options.context_tau else 0), np.uint8
+        )
         if options.context_tau:
             has = starts > lost
             first = np.maximum(starts[has] - options.context_tokens, 0)
-            contexts[has] = compact(self._permutations.signatures(shingles, first, starts[has] - lost))
+            contexts[has] = compact(
+                self._permutations.signatures(shingles, first, starts[has] - lost)
+            )
         return Segments(starts, stops, signatures, contexts)
 
     def _anchored(self, tokens: np.ndarray) -> np.ndarray:
-        """Where stretches between anchors begin, and where the last one ends, int64; none is too short."""
+        """Where stretches between anchors begin, and where the last one ends, int64; none is too
+        short."""
         positions: list[int] = []
         for anchor in self._anchors:
             if len(anchor) <= len(tokens):

@@ -1,9 +1,9 @@
-"""Near-duplicate matching: text that is known but for edits (cross-query reuse, segment discovery and retrieval).
+"""Near-duplicate matching: text that is known but for edits (cross-query reuse, segment discovery
+and retrieval).
 
-Segments are windows at content-defined offsets and stretches between anchors. MinHash and LSH only propose that two
-segments resemble each other; an exact alignment of their tokens then decides which runs are identical and may be
-grafted. What was edited is fresh.
-"""
+Segments are windows at content-defined offsets and stretches between anchors. MinHash and LSH only
+propose that two segments resemble each other; an exact alignment of their tokens then decides which
+runs are identical and may be grafted. What was edited is fresh."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,14 +18,18 @@ from kvgraft.segments.minhash import band_keys, bands, compact, similarity
 from kvgraft.segments.segmentation import MAX_SEGMENT, WINNOW, Segmenter, Segments, Similarity
 from kvgraft.segments.table import EntryTable, IsWhole, Table, occurrence
 
-_MISS_WEIGHT = 0.9  # of a segment that LSH does not propose, against a false proposal, which costs little
+# of a segment that LSH does not propose, against a false proposal, which costs little
+_MISS_WEIGHT = 0.9
 _MAX_BUCKET = 16  # segments of one bucket; further ones are not kept
 
 
 class SegmentTable(Table):
-    """Stored segments, found by the buckets of their bands. They live as long as the entry of their first block."""
+    """Stored segments, found by the buckets of their bands. They live as long as the entry of their
+    first block."""
 
-    def __init__(self, entries: EntryTable, num_bands: int, permutations: int, with_context: bool) -> None:
+    def __init__(
+        self, entries: EntryTable, num_bands: int, permutations: int, with_context: bool
+    ) -> None:
         self.entry = np.empty(0, np.int32)
         self.source = np.empty(0, np.int64)
         self.start = np.empty(0, np.int32)  # position of the first token in the source
@@ -53,24 +57,31 @@ class SimilarIndex:
     """
 
     def __init__(
-        self, blocks: VirtualBlockIndex, options: Similarity | None = None, anchors: Iterable[Sequence[int]] = ()
+        self,
+        blocks: VirtualBlockIndex,
+        options: Similarity | None = None,
+        anchors: Iterable[Sequence[int]] = (),
     ) -> None:
         self.blocks = blocks
         self.options = options = options or Similarity()
         self.segmenter = Segmenter(options, anchors)
         self._bands = bands(options.tau, options.permutations, _MISS_WEIGHT)
-        self._table = SegmentTable(blocks.entries, self._bands[0], options.permutations, options.context_tau > 0)
+        self._table = SegmentTable(
+            blocks.entries, self._bands[0], options.permutations, options.context_tau > 0
+        )
 
     def __len__(self) -> int:
         """Segments held, live and stale."""
         return len(self._table)
 
     def nbytes(self) -> int:
-        """Host memory in bytes, spare capacity included; the tokens are those of the block index."""
+        """Host memory in bytes, spare capacity included; the tokens are those of the block
+        index."""
         return self._table.nbytes
 
     def insert(self, ids: np.ndarray, scope: bytes) -> int:
-        """Know the segments that end in consecutive blocks of one source; returns how many were added.
+        """Know the segments that end in consecutive blocks of one source; returns how many were
+        added.
 
         Args:
             ids: entries of the blocks, as `VirtualBlockIndex.insert` returned them, int32 [m].
@@ -83,7 +94,8 @@ class SimilarIndex:
         size, entries = self.blocks.block_size, self.blocks.entries
         reach = MAX_SEGMENT + max(self.options.context_tokens, WINNOW)
         before = entries.walk(int(ids[0]), -1, -(-reach // size))[::-1]
-        begin, ids = size * len(before), np.array([*before, *ids], np.int32)  # begin: of what is new
+        # begin: of what is new
+        begin, ids = size * len(before), np.array([*before, *ids], np.int32)
         root = self.blocks.lookup_scope(scope)
         segments = self.segmenter.cut(entries.tokens[ids].ravel(), root)
         rows = np.flatnonzero(segments.stops > begin)
@@ -112,7 +124,8 @@ class SimilarIndex:
         require_clean_context: bool = False,
         is_whole: IsWhole | None = None,
     ) -> list[Match]:
-        """What exact matching finds (`VirtualBlockIndex.match`, with the same arguments), and near-duplicates."""
+        """What exact matching finds (`VirtualBlockIndex.match`, with the same arguments), and
+        near-duplicates."""
         exact = self.blocks.match(
             tokens,
             scope,
@@ -127,15 +140,23 @@ class SimilarIndex:
         for match in exact:
             unclaimed[match.start : match.start + match.length] = False
         matches = exact
-        regions = [region for known in (scope, *shared) for region in self._regions(tokens, unclaimed, known)]
-        for region in sorted(regions, key=lambda region: region.start - region.stop):  # of equal ones its own first
+        regions = [
+            region
+            for known in (scope, *shared)
+            for region in self._regions(tokens, unclaimed, known)
+        ]
+        # of equal ones its own first
+        for region in sorted(regions, key=lambda region: region.start - region.stop):
             matches += self._graft(tokens, region, unclaimed, max_depth, require_clean_context)
         if is_whole is not None:
-            matches = [part for m in matches for part in m.where(is_whole(m.pages), self.blocks.block_size)]
+            matches = [
+                part for m in matches for part in m.where(is_whole(m.pages), self.blocks.block_size)
+            ]
         return sorted(matches, key=lambda match: match.start)
 
     def propose(self, tokens: np.ndarray, scope: bytes) -> list[tuple[range, int, range]]:
-        """Stored segments that resemble segments of a prompt: its tokens, the source and the tokens there."""
+        """Stored segments that resemble segments of a prompt: its tokens, the source and the tokens
+        there."""
         segments, rows, ids = self._candidates(as_int32("tokens", tokens), scope)
         table = self._table
         return [
@@ -148,21 +169,26 @@ class SimilarIndex:
         ]
 
     def _is_new(self, keys: np.ndarray, columns: dict[str, np.ndarray]) -> np.ndarray:
-        """bool [n]: segments that are not stored already, and none of whose buckets is full; keys uint64 [n, bands]."""
+        """bool [n]: segments that are not stored already, and none of whose buckets is full; keys
+        uint64 [n, bands]."""
         rows, ids = self._table.find(keys.ravel())
         held = np.bincount(rows, minlength=keys.size).reshape(keys.shape)
         earlier = np.stack([occurrence(band) for band in keys.T], axis=1)
         new: np.ndarray = (held + earlier < _MAX_BUCKET).all(axis=1)
         rows //= self._bands[0]
-        same = [getattr(self._table, name)[ids] == columns[name][rows] for name in ("source", "start", "length")]
+        same = [
+            getattr(self._table, name)[ids] == columns[name][rows]
+            for name in ("source", "start", "length")
+        ]
         new[rows[np.logical_and.reduce(same)]] = False
         return new
 
     def _candidates(
         self, tokens: np.ndarray, scope: bytes, wanted: np.ndarray | None = None
     ) -> tuple[Segments, np.ndarray, np.ndarray]:
-        """The segments of a prompt with enough `wanted` tokens (`Segmenter.cut`), and (segment, stored segment) pairs
-        of these that pass all thresholds, the best few of each: int64 [n], [n]."""
+        """The segments of a prompt with enough `wanted` tokens (`Segmenter.cut`), and (segment,
+        stored segment) pairs of these that pass all thresholds, the best few of each: int64 [n],
+        [n]."""
         options, table, root = self.options, self._table, self.blocks.lookup_scope(scope)
         segments = self.segmenter.cut(tokens, root, wanted)
         keys = band_keys(segments.signatures, *self._bands, root)
@@ -171,7 +197,9 @@ class SimilarIndex:
         rows, ids = pairs >> 32, pairs & 0xFFFFFFFF
         likeness = similarity(table.signature[ids], compact(segments.signatures)[rows])
         lengths = segments.stops[rows] - segments.starts[rows]
-        passed = (likeness >= options.tau) & (np.abs(lengths - table.length[ids]) <= options.tolerance_tokens)
+        passed = (likeness >= options.tau) & (
+            np.abs(lengths - table.length[ids]) <= options.tolerance_tokens
+        )
         if options.context_tau:
             passed &= similarity(table.context[ids], segments.contexts[rows]) >= options.context_tau
         rows, ids, likeness = rows[passed], ids[passed], likeness[passed]
@@ -185,14 +213,25 @@ class SimilarIndex:
         segments, rows, ids = self._candidates(tokens, scope, unclaimed)
         table = self._table
         pairs = np.stack(
-            (table.source[ids], segments.starts[rows], segments.stops[rows], table.start[ids], table.entry[ids])
+            (
+                table.source[ids],
+                segments.starts[rows],
+                segments.stops[rows],
+                table.start[ids],
+                table.entry[ids],
+            )
         )
         regions: list[_Region] = []
         last: dict[tuple[int, int], _Region] = {}  # by source and rough shift
-        for source, start, stop, source_start, entry in pairs[:, np.lexsort((pairs[3], pairs[1]))].T.tolist():
+        for source, start, stop, source_start, entry in pairs[
+            :, np.lexsort((pairs[3], pairs[1]))
+        ].T.tolist():
             shift, coarse = source_start - start, 2 * self.options.tolerance_tokens + 1
             near = [last.get((source, shift // coarse + step)) for step in (0, -1, 1)]
-            joined = next((r for r in near if r is not None and start <= r.stop + self.options.window_tokens), None)
+            joined = next(
+                (r for r in near if r is not None and start <= r.stop + self.options.window_tokens),
+                None,
+            )
             if joined is None:
                 joined = _Region(start, stop, source_start, entry, scope)
                 regions.append(joined)
@@ -208,7 +247,8 @@ class SimilarIndex:
         max_depth: int,
         from_start: bool,
     ) -> list[Match]:
-        """Align a region, and a window more on either side, with its source; claims and returns the identical runs."""
+        """Align a region, and a window more on either side, with its source; claims and returns the
+        identical runs."""
         options, size, entries = self.options, self.blocks.block_size, self.blocks.entries
         around = options.window_tokens
         first, stop = max(region.start - around, 0), min(region.stop + around, len(tokens))
@@ -220,7 +260,9 @@ class SimilarIndex:
         if not len(ids):
             return []
         origin = int(entries.source_start[ids[0]])
-        blocks = LCSseq.editops(tokens[first:stop].tolist(), entries.tokens[ids].ravel().tolist()).as_matching_blocks()
+        blocks = LCSseq.editops(
+            tokens[first:stop].tolist(), entries.tokens[ids].ravel().tolist()
+        ).as_matching_blocks()
         matches = []
         for here, there, length in ((first + block.a, block.b, block.size) for block in blocks):
             for start, end in _stretches(unclaimed[here : here + length]):
@@ -228,14 +270,17 @@ class SimilarIndex:
                 if end - start < options.min_run_tokens or (from_start and origin + source_start):
                     continue
                 covering = ids[source_start // size : -(-(there + end) // size)]
-                matches.append(self.blocks.as_match(here + start, end - start, origin + source_start, covering))
+                matches.append(
+                    self.blocks.as_match(here + start, end - start, origin + source_start, covering)
+                )
                 unclaimed[here + start : here + end] = False
         return matches
 
 
 @dataclass
 class _Region:
-    """Tokens [start, stop) of a prompt that resemble a source from source_start on, in the block of `entry`."""
+    """Tokens [start, stop) of a prompt that resemble a source from source_start on, in the block of
+    `entry`."""
 
     start: int
     stop: int

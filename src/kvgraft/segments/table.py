@@ -1,4 +1,5 @@
-"""Host storage of the indexes: a hash table of ids, and tables of rows found by key; numpy, no object per block."""
+"""Host storage of the indexes: a hash table of ids, and tables of rows found by key; numpy, no
+object per block."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -10,17 +11,19 @@ _EMPTY, _REMOVED = -1, -2
 _MAX_LOAD, _GROWTH = 0.6, 1.25
 _FILTER = 4  # bytes of a filter for each slot: most keys that are not held end there
 
-# (pages int32 [n], versions int64 [n]) -> bool [n]: whether each page still holds what it had under that version
+# (pages int32 [n], versions int64 [n]) -> bool [n]: whether each page still holds what it had under
+# that version
 IsLive = Callable[[np.ndarray, np.ndarray], np.ndarray]
-IsWhole = Callable[[np.ndarray], np.ndarray]  # pages int32 [n] -> bool [n]: whether all KV of their tokens is there
+# pages int32 [n] -> bool [n]: whether all KV of their tokens is there
+IsWhole = Callable[[np.ndarray], np.ndarray]
 
 
 class HashTable:
-    """Multimap from 64-bit hashes to int32 ids: open addressing, triangular probing, whole batches at a time.
+    """Multimap from 64-bit hashes to int32 ids: open addressing, triangular probing, whole batches
+    at a time.
 
-    A slot holds only an id; the key of every id lies in one array. A filter, longer than the slots, says which low bits
-    of a key may be held. Keys must be well mixed.
-    """
+    A slot holds only an id; the key of every id lies in one array. A filter, longer than the slots,
+    says which low bits of a key may be held. Keys must be well mixed."""
 
     def __init__(self) -> None:
         self._keys = np.empty(0, np.uint64)  # by id
@@ -64,7 +67,8 @@ class HashTable:
             ids, slots = ids[unplaced], self._advance(slots[unplaced], step)
 
     def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Every (row, id) such that id is held under keys[row], in no particular order: int64 [n], int32 [n]."""
+        """Every (row, id) such that id is held under keys[row], in no particular order: int64 [n],
+        int32 [n]."""
         rows, step = np.flatnonzero(self._filter[_low_bits(keys, self._filter)]), 0
         slots = _low_bits(keys[rows], self._slots)
         found = [(rows[:0], self._slots[:0])]
@@ -76,7 +80,9 @@ class HashTable:
             probing = ids != _EMPTY
             step += 1
             rows, slots = rows[probing], self._advance(slots[probing], step)
-        return np.concatenate([rows for rows, _ in found]), np.concatenate([ids for _, ids in found])
+        return np.concatenate([rows for rows, _ in found]), np.concatenate(
+            [ids for _, ids in found]
+        )
 
     def remove(self, ids: np.ndarray) -> None:
         """Remove distinct ids; KeyError if one is not held (the others may be gone then)."""
@@ -92,15 +98,15 @@ class HashTable:
             ids, slots = ids[~reached], self._advance(slots[~reached], step)
 
     def _advance(self, slots: np.ndarray, step: int) -> np.ndarray:
-        return (slots + step) & (len(self._slots) - 1)  # triangular: visits every slot of a power of two
+        # triangular: visits every slot of a power of two
+        return (slots + step) & (len(self._slots) - 1)
 
 
 class Table(ABC):
     """Rows as a struct of arrays, one row per id, each found under the same number of keys.
 
-    Ids of dropped rows are given out again. A subclass sets its columns, arrays without rows, and then calls this
-    initialiser.
-    """
+    Ids of dropped rows are given out again. A subclass sets its columns, arrays without rows, and
+    then calls this initialiser."""
 
     def __init__(self, keys_per_row: int = 1) -> None:
         self._columns = tuple(vars(self))
@@ -126,12 +132,16 @@ class Table(ABC):
         """Whether what the rows are about is still there, bool [n]."""
 
     def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Every (row, id) such that a live id is held under keys[row]; drops the stale ones it meets."""
+        """Every (row, id) such that a live id is held under keys[row]; drops the stale ones it
+        meets."""
         rows, ids, *_ = self.find_and_drop(keys)
         return rows, ids
 
-    def find_and_drop(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """As `find`, and the rows and ids of what is dropped. Its columns stand until something is added."""
+    def find_and_drop(
+        self, keys: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """As `find`, and the rows and ids of what is dropped. Its columns stand until something is
+        added."""
         rows, ids = self._by_key.find(keys)
         ids = ids // self._keys_per_row
         live = self.live(ids)
@@ -143,11 +153,13 @@ class Table(ABC):
         return np.flatnonzero(self._held).astype(np.int32)
 
     def beside(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Every (row, id) such that a live id, such as itself, is held under the first key of ids[row]."""
+        """Every (row, id) such that a live id, such as itself, is held under the first key of
+        ids[row]."""
         return self.find(self._by_key.keys_of(ids * np.int32(self._keys_per_row)))
 
     def add(self, keys: np.ndarray, **columns: np.ndarray | int) -> np.ndarray:
-        """Hold m rows under keys uint64 [m] or [m, keys_per_row], with the given columns; returns their ids, int32."""
+        """Hold m rows under keys uint64 [m] or [m, keys_per_row], with the given columns; returns
+        their ids, int32."""
         ids = self._allocate(len(keys))
         for name in self._columns:
             getattr(self, name)[ids] = columns[name]
@@ -163,7 +175,10 @@ class Table(ABC):
         return len(stale)
 
     def _key_ids(self, ids: np.ndarray) -> np.ndarray:
-        return (ids[:, None] * np.int32(self._keys_per_row) + np.arange(self._keys_per_row, dtype=np.int32)).ravel()
+        return (
+            ids[:, None] * np.int32(self._keys_per_row)
+            + np.arange(self._keys_per_row, dtype=np.int32)
+        ).ravel()
 
     def _allocate(self, count: int) -> np.ndarray:
         if count > len(self._vacant):
@@ -192,12 +207,14 @@ class EntryTable(Table):
 
     def __init__(self, block_size: int, is_live: IsLive) -> None:
         self.tokens = np.empty((0, block_size), np.int32)
-        self.scope = np.empty((0, 4), np.uint64)  # whose content it is, the 32 bytes of `scope_digest`
+        # whose content it is, the 32 bytes of `scope_digest`
+        self.scope = np.empty((0, 4), np.uint64)
         self.page = np.empty(0, np.int32)
         self.version = np.empty(0, np.int64)  # content version of the page
         self.source = np.empty(0, np.int64)  # sequence that the block was computed in
         self.source_start = np.empty(0, np.int32)  # position of its first token there
-        self.previous = np.empty(0, np.int32)  # entry before it in the source, or -1; its id may be another's by now
+        # entry before it in the source, or -1; its id may be another's by now
+        self.previous = np.empty(0, np.int32)
         self.following = np.empty(0, np.int32)
         self.depth = np.empty(0, np.int16)  # see `Match`
         super().__init__()
@@ -218,14 +235,16 @@ class EntryTable(Table):
         return found & (self.scope[ids] == self.scope[others]).all(axis=1)
 
     def link(self, ids: np.ndarray) -> None:
-        """Link the entries (or -1) of consecutive blocks, where both neighbours were computed in one source."""
+        """Link the entries (or -1) of consecutive blocks, where both neighbours were computed in
+        one source."""
         left, right = ids[:-1], ids[1:]
         linked = (left >= 0) & self._is_adjacent(left, right, step=1)
         self.following[left[linked]] = right[linked]
         self.previous[right[linked]] = left[linked]
 
     def adjacent(self, ids: np.ndarray, step: int) -> np.ndarray:
-        """The live entry before (step -1) or after (+1) each one in its source, or -1: int32 [n]."""
+        """The live entry before (step -1) or after (+1) each one in its source, or -1: int32
+        [n]."""
         near = (self.following if step > 0 else self.previous)[ids]
         rows = np.flatnonzero(self._is_adjacent(ids, near, step))
         rows = rows[self.live(near[rows])]
@@ -234,8 +253,13 @@ class EntryTable(Table):
         return found
 
     def walk(self, entry: int, step: int, count: int) -> list[int]:
-        """Up to `count` entries before (step -1) or after (+1) this one in its source, nearest first, live or not."""
-        near, found, start = self.following if step > 0 else self.previous, [], int(self.source_start[entry])
+        """Up to `count` entries before (step -1) or after (+1) this one in its source, nearest
+        first, live or not."""
+        near, found, start = (
+            self.following if step > 0 else self.previous,
+            [],
+            int(self.source_start[entry]),
+        )
         source = self.source[entry]
         for _ in range(count):
             entry, start = int(near[entry]), start + step * self.tokens.shape[1]
@@ -245,8 +269,13 @@ class EntryTable(Table):
         return found
 
     def holds(self, ids: Any, source: Any, source_start: Any) -> Any:
-        """Whether these ids, one or many, are still the blocks at these positions of their sources."""
-        return self._held[ids] & (self.source[ids] == source) & (self.source_start[ids] == source_start)
+        """Whether these ids, one or many, are still the blocks at these positions of their
+        sources."""
+        return (
+            self._held[ids]
+            & (self.source[ids] == source)
+            & (self.source_start[ids] == source_start)
+        )
 
     def _is_adjacent(self, ids: np.ndarray, others: np.ndarray, step: int) -> np.ndarray:
         start = self.source_start[ids] + step * self.tokens.shape[1]

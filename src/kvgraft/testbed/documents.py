@@ -33,10 +33,16 @@ class Facts:
     size: int = 2
 
     def __post_init__(self) -> None:
-        things = self.needle + self.glossary + self.coreference + self.common + self.vote + self.poll
+        things = (
+            self.needle + self.glossary + self.coreference + self.common + self.vote + self.poll
+        )
         for kind, needed, words in (
             ("things", things, vocabulary.THINGS),
-            ("names", 2 * self.hop + -(-self.coreference // COMPANY) + self.frequent, vocabulary.NAMES),
+            (
+                "names",
+                2 * self.hop + -(-self.coreference // COMPANY) + self.frequent,
+                vocabulary.NAMES,
+            ),
             ("variables", self.variable + POLLED * self.poll, vocabulary.VARIABLES),
         ):
             if needed > len(words):
@@ -50,22 +56,26 @@ _SKEWED = ((4, 2), (6, 3), (9, 5), (12, 6))  # how often the two most frequent w
 
 def make_glossary(rng: Random, colours: Sequence[str], count: int) -> str:
     """An instruction of `count` notes, each giving one of `colours` a number."""
-    return " ".join(f"note {colour} means {rng.choice(vocabulary.NUMBERS)} ." for colour in rng.sample(colours, count))
+    return " ".join(
+        f"note {colour} means {rng.choice(vocabulary.NUMBERS)} ."
+        for colour in rng.sample(colours, count)
+    )
 
 
 def make_documents(
-    rng: Random, facts: Facts, *, orders: Sequence[Order], num_tokens: int, colours: Sequence[str] = (),
+    rng: Random, facts: Facts, *, orders: Sequence[Order], num_tokens: int,
+    colours: Sequence[str] = (),
     max_hops: int = MAX_HOPS,
 ) -> tuple[str, ...]:  # fmt: skip
     """Documents of about `num_tokens` words together, with `facts` at random places among filler.
 
-    Each chain of facts can be read in one of `orders` (permutations of the documents), drawn for each chain; in
-    another order it may not be answerable. `colours` are the paints of the `glossary` facts; a variable is at most
-    `max_hops` other variables away from its number.
+    Each chain of facts can be read in one of `orders` (permutations of the documents), drawn for
+    each chain; in another order it may not be answerable. `colours` are the paints of the
+    `glossary` facts; a variable is at most `max_hops` other variables away from its number.
 
     Raises:
-        ValueError: `orders` are not permutations of the same 0..n-1; the facts need more words than `num_tokens`;
-            there are `glossary` facts and no `colours`.
+        ValueError: `orders` are not permutations of the same 0..n-1; the facts need more words than
+            `num_tokens`; there are `glossary` facts and no `colours`.
     """
     documents = range(len(orders[0]) if orders else 0)
     if not documents or any(sorted(order) != list(documents) for order in orders):
@@ -76,22 +86,33 @@ def make_documents(
     for chain in _chains(rng, facts, colours, max_hops):
         order = rng.choice(orders)
         spots = sorted((rng.randrange(len(order)), rng.random()) for _ in chain)
-        placed += [(order[rank], place, sentence) for (rank, place), sentence in zip(spots, chain, strict=True)]
+        placed += [
+            (order[rank], place, sentence)
+            for (rank, place), sentence in zip(spots, chain, strict=True)
+        ]
     room = num_tokens - sum(len(sentence.split()) for *_, sentence in placed)
     if room < 0:
-        raise ValueError(f"num_tokens must hold the facts, which take {num_tokens - room} words, got {num_tokens}")
+        raise ValueError(
+            f"num_tokens must hold the facts, which take {num_tokens - room} words, got "
+            f"{num_tokens}"
+        )
     while room > 0:
         sentence = _filler(rng)
         placed.append((rng.choice(documents), rng.random(), sentence))
         room -= len(sentence.split())
     placed.sort()
-    return tuple(" ".join(sentence for at, _, sentence in placed if at == document) for document in documents)
+    return tuple(
+        " ".join(sentence for at, _, sentence in placed if at == document) for document in documents
+    )
 
 
-def _chains(rng: Random, facts: Facts, colours: Sequence[str], max_hops: int) -> Iterator[list[str]]:
+def _chains(
+    rng: Random, facts: Facts, colours: Sequence[str], max_hops: int
+) -> Iterator[list[str]]:
     """Lists of sentences; those of one list are to be read in this order."""
     things, names, variables = (
-        iter(rng.sample(words, len(words))) for words in (vocabulary.THINGS, vocabulary.NAMES, vocabulary.VARIABLES)
+        iter(rng.sample(words, len(words)))
+        for words in (vocabulary.THINGS, vocabulary.NAMES, vocabulary.VARIABLES)
     )
     for _ in range(facts.needle):
         yield [f"the code of {next(things)} is {rng.choice(vocabulary.NUMBERS)} ."]
@@ -104,7 +125,10 @@ def _chains(rng: Random, facts: Facts, colours: Sequence[str], max_hops: int) ->
         left -= length
     for _ in range(facts.hop):
         student, mentor = next(names), next(names)
-        pair = [f"the home of {mentor} is {rng.choice(vocabulary.CITIES)} .", f"the mentor of {student} is {mentor} ."]
+        pair = [
+            f"the home of {mentor} is {rng.choice(vocabulary.CITIES)} .",
+            f"the mentor of {student} is {mentor} .",
+        ]
         yield pair if rng.random() < 0.5 else pair[::-1]
     for _ in range(facts.glossary):
         yield [f"the paint of {next(things)} is {rng.choice(colours)} ."]
@@ -113,12 +137,20 @@ def _chains(rng: Random, facts: Facts, colours: Sequence[str], max_hops: int) ->
         if number % COMPANY == 0:
             yield [f"now {next(names)} came ."]
     for _ in range(facts.frequent):
-        yield from _said(rng, f"{next(names)} saw", vocabulary.NONSENSE_WORDS, _SKEWED[facts.size - 1], facts.size - 1)
+        yield from _said(
+            rng,
+            f"{next(names)} saw",
+            vocabulary.NONSENSE_WORDS,
+            _SKEWED[facts.size - 1],
+            facts.size - 1,
+        )
     for _ in range(facts.common):
         often = [2 + facts.size] * FAVOURITES
         yield from _said(rng, f"{next(things)} holds", vocabulary.NONSENSE_WORDS, often, facts.size)
     for _ in range(facts.vote):
-        yield from _said(rng, f"{next(things)} gets", vocabulary.NUMBERS, [rng.randint(3, 4)], rng.randint(0, 2))
+        yield from _said(
+            rng, f"{next(things)} gets", vocabulary.NUMBERS, [rng.randint(3, 4)], rng.randint(0, 2)
+        )
     for _ in range(facts.poll):
         thing, (most, *others) = next(things), rng.sample(vocabulary.NUMBERS, POLLED - 2)
         for value in (most, most, most, *others):
@@ -126,7 +158,9 @@ def _chains(rng: Random, facts: Facts, colours: Sequence[str], max_hops: int) ->
             yield [f"{name} = {value} .", f"{thing} gets {name} ."]
 
 
-def _said(rng: Random, beginning: str, words: Sequence[str], counts: Sequence[int], others: int) -> Iterator[list[str]]:
+def _said(
+    rng: Random, beginning: str, words: Sequence[str], counts: Sequence[int], others: int
+) -> Iterator[list[str]]:
     """Words said as often as `counts` say, and `others` once each."""
     often = (*counts, *[1] * others)
     for word, count in zip(rng.sample(words, len(often)), often, strict=True):
@@ -135,5 +169,12 @@ def _said(rng: Random, beginning: str, words: Sequence[str], counts: Sequence[in
 
 
 def _filler(rng: Random) -> str:
-    scene = f"the {rng.choice(vocabulary.ADJECTIVES)} {rng.choice(vocabulary.PLACES)} {rng.choice(vocabulary.VERBS)}"
-    return f"{scene} ." if rng.random() < 0.5 else f"{scene} near the {rng.choice(vocabulary.PLACES)} ."
+    scene = (
+        f"the {rng.choice(vocabulary.ADJECTIVES)} {rng.choice(vocabulary.PLACES)} "
+        f"{rng.choice(vocabulary.VERBS)}"
+    )
+    return (
+        f"{scene} ."
+        if rng.random() < 0.5
+        else f"{scene} near the {rng.choice(vocabulary.PLACES)} ."
+    )

@@ -1,8 +1,9 @@
-"""Three applications in which a model meets text again that it has read before, at another position.
+"""Three applications in which a model meets text again that it has read before, at another
+position.
 
-An item has two phases. The model first reads some prompts; later prompts hold the same segments at other positions,
-behind another instruction, and end in another question. The answers follow from the later prompts alone.
-"""
+An item has two phases. The model first reads some prompts; later prompts hold the same segments at
+other positions, behind another instruction, and end in another question. The answers follow from
+the later prompts alone."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ScenarioItem:
-    """Prompts that the model reads first (`phase_1`), and those with their segments that it answers (`phase_2`)."""
+    """Prompts that the model reads first (`phase_1`), and those with their segments that it answers
+    (`phase_2`)."""
 
     phase_1: tuple[Segments, ...]
     phase_2: tuple[Prompt, ...]
@@ -45,7 +47,9 @@ class Scenario:
 
 
 def _rag(rng: Random) -> Iterator[ScenarioItem]:
-    tasks: Iterator[Task] = cycle(("needle", "variable", "coreference", "needle", "hop", "glossary"))
+    tasks: Iterator[Task] = cycle(
+        ("needle", "variable", "coreference", "needle", "hop", "glossary")
+    )
     while True:
         count = rng.randint(6, 10)
         before, *orders = (tuple(rng.sample(range(count), count)) for _ in range(3))
@@ -55,7 +59,9 @@ def _rag(rng: Random) -> Iterator[ScenarioItem]:
             for glossary, order in zip(glossaries, (before, *orders), strict=False)
         )
         earlier_question = rng.choice(read(earlier)).text
-        yield ScenarioItem(((*earlier, earlier_question),), _ask(rng, later, tasks, earlier_question))
+        yield ScenarioItem(
+            ((*earlier, earlier_question),), _ask(rng, later, tasks, earlier_question)
+        )
 
 
 def _chat(rng: Random) -> Iterator[ScenarioItem]:
@@ -78,19 +84,25 @@ def _write(rng: Random, orders: Sequence[Order]) -> tuple[Segments, Segments]:
     """Four instructions of different lengths, and documents that can be read in `orders`."""
     colours = rng.sample(COLOURS, 8)
     glossaries = tuple(make_glossary(rng, colours, count) for count in rng.sample(range(4, 9), 4))
-    return glossaries, make_documents(rng, FACTS, orders=orders, num_tokens=NUM_TOKENS, colours=colours)
+    return glossaries, make_documents(
+        rng, FACTS, orders=orders, num_tokens=NUM_TOKENS, colours=colours
+    )
 
 
-def _ask(rng: Random, readings: Sequence[Segments], tasks: Iterator[Task], but: str = "") -> tuple[Prompt, ...]:
-    """Prompts of the next `tasks`, none with the question `but`; their facts lie in several segments where the task
-    and the reading allow it."""
+def _ask(
+    rng: Random, readings: Sequence[Segments], tasks: Iterator[Task], but: str = ""
+) -> tuple[Prompt, ...]:
+    """Prompts of the next `tasks`, none with the question `but`; their facts lie in several
+    segments where the task and the reading allow it."""
     asked: dict[str, Prompt] = {}
     for segments in readings:
         answerable = read(segments)
         for task in islice(tasks, QUESTIONS_PER_READING):
             new = [question for question in answerable if question.text not in {*asked, but}]
             fitting = [question for question in new if question.task == task]
-            question = rng.choice([question for question in fitting if question.crosses] or fitting or new)
+            question = rng.choice(
+                [question for question in fitting if question.crosses] or fitting or new
+            )
             asked[question.text] = Prompt((*segments, question.text), question)
     return tuple(asked.values())
 

@@ -1,23 +1,23 @@
 """What a reader of the testbed's texts can answer: the truth about answers.
 
-`read` goes through segments from left to right as the model does, so that the same documents in another order have the
-questions and the answers of that order. `documents` writes the texts.
+`read` goes through segments from left to right as the model does, so that the same documents in
+another order have the questions and the answers of that order. `documents` writes the texts.
 
 Questions are asked as `question : code of lamp ? answer :`.
 
-    task          facts                                                   question -> answer
-    needle        the code of lamp is 42 .                                code of lamp -> 42
-    needles       four of them                                            codes of lamp bell jade cup -> 42 17 90 23
-    variable      x5 = 66 . ... x33 = x5 .                                value of x33 -> 66
+    task          facts                                            question -> answer
+    needle        the code of lamp is 42 .                         code of lamp -> 42
+    needles       four of them                                     codes of lamp bell -> 42 17
+    variable      x5 = 66 . ... x33 = x5 .                         value of x33 -> 66
     hop           the home of greta is turin . ...
-                  the mentor of hope is greta .                           home of mentor of hope -> turin
+                  the mentor of hope is greta .                    home of mentor of hope -> turin
     hop_reversed  the same facts, the mentor first
-    glossary      note grey means 51 . ... the paint of lamp is grey .    note of lamp -> 51
-    coreference   now dina came . ... the chest is theirs .               owner of chest -> dina
-    frequent      ada saw dax . (many times, of a skewed distribution)    most seen by ada -> dax wug
-    common        drum holds fep . (two words often, others once)         common in drum -> fep tov (any order)
-    vote          bell gets 42 . (by several, not unanimously)            most given to bell -> 42
-    poll          x5 = 66 . ... bell gets x5 . (by several)               most given to bell -> 66
+    glossary      note grey means 51 . ... the paint of lamp is grey . note of lamp -> 51
+    coreference   now dina came . ... the chest is theirs .        owner of chest -> dina
+    frequent      ada saw dax . (many times, skewed)               most seen by ada -> dax wug
+    common        drum holds fep . (two words often)               common in drum -> fep tov
+    vote          bell gets 42 . (by several, not unanimously)     most given to bell -> 42
+    poll          x5 = 66 . ... bell gets x5 . (by several)        most given to bell -> 66
 """
 
 from collections import Counter, defaultdict
@@ -73,14 +73,16 @@ class Resolved:
 
 
 def read(segments: Sequence[str]) -> tuple[Question, ...]:
-    """Every question that one reading of `segments` from left to right can answer, but for those of `needles`."""
+    """Every question that one reading of `segments` from left to right can answer, but for those of
+    `needles`."""
     reader = _Reader()
     reader.read(segments)
     return (*reader.questions.values(), *reader.counted())
 
 
 def resolve(segments: Sequence[str]) -> tuple[Resolved, ...]:
-    """The words that mean something by what stood before them: a variable its value, `theirs` a name, and so on."""
+    """The words that mean something by what stood before them: a variable its value, `theirs` a
+    name, and so on."""
     reader = _Reader()
     reader.read(segments)
     return tuple(reader.resolved)
@@ -116,9 +118,12 @@ class _Reader:
     """What is known after reading some text."""
 
     def __init__(self) -> None:
-        self.known: dict[str, tuple[str, tuple[int, ...]]] = {}  # phrase -> (answer, segments of its facts)
-        self.students: dict[str, list[tuple[str, int]]] = defaultdict(list)  # mentor -> (student, segment)
-        self.counts: dict[tuple[Task, str], list[tuple[str, int]]] = defaultdict(list)  # -> (word, segment)
+        # phrase -> (answer, segments of its facts)
+        self.known: dict[str, tuple[str, tuple[int, ...]]] = {}
+        # mentor -> (student, segment)
+        self.students: dict[str, list[tuple[str, int]]] = defaultdict(list)
+        # -> (word, segment)
+        self.counts: dict[tuple[Task, str], list[tuple[str, int]]] = defaultdict(list)
         self.questions: dict[str, Question] = {}
         self.resolved: list[Resolved] = []
 
@@ -144,7 +149,9 @@ class _Reader:
             if task == "frequent" and len({count for _, count in top}) < asked:
                 continue
             answer = " ".join(word for word, _ in top)
-            yield Question(task, ask(_COUNTED[task].format(key)), answer, tuple(at for _, at in said))
+            yield Question(
+                task, ask(_COUNTED[task].format(key)), answer, tuple(at for _, at in said)
+            )
 
     def _hear(self, words: list[str], number: int, place: int) -> None:
         """Take in one sentence of segment `number`, the last word of which is at `place`."""
@@ -152,20 +159,32 @@ class _Reader:
             case [name, "=", value] if value.isdigit():
                 self._learn("variable", f"value of {name}", number, value=value)
             case [name, "=", source]:
-                self._learn("variable", f"value of {name}", number, via=f"value of {source}", place=place)
+                self._learn(
+                    "variable", f"value of {name}", number, via=f"value of {source}", place=place
+                )
             case ["the", "code", "of", key, "is", value]:
                 self._learn("needle", f"code of {key}", number, value=value)
             case ["the", "home", "of", mentor, "is", city]:
                 self._learn("needle", f"home of {mentor}", number, value=city)
                 for student, at in self.students[mentor]:
                     text = ask(f"home of mentor of {student}")
-                    self.questions[text] = Question("hop_reversed", text, city, (at, number), mentor)
+                    self.questions[text] = Question(
+                        "hop_reversed", text, city, (at, number), mentor
+                    )
             case ["the", "mentor", "of", student, "is", mentor]:
-                self._learn("hop", f"home of mentor of {student}", number, via=f"home of {mentor}", place=place)
+                self._learn(
+                    "hop",
+                    f"home of mentor of {student}",
+                    number,
+                    via=f"home of {mentor}",
+                    place=place,
+                )
                 self._learn("needle", f"mentor of {student}", number, value=mentor)
                 self.students[mentor].append((student, number))
             case ["the", "paint", "of", thing, "is", colour]:
-                self._learn("glossary", f"note of {thing}", number, via=f"note {colour}", place=place)
+                self._learn(
+                    "glossary", f"note of {thing}", number, via=f"note {colour}", place=place
+                )
             case ["the", thing, "is", "theirs"]:
                 self._learn("coreference", f"owner of {thing}", number, via="they", place=place)
             case ["note", colour, "means", value]:
@@ -180,9 +199,17 @@ class _Reader:
                 self.counts[_COUNTING[verb], key].append((word, number))
 
     def _learn(
-        self, task: Task | None, phrase: str, number: int, *, value: str = "", via: str = "", place: int = 0
+        self,
+        task: Task | None,
+        phrase: str,
+        number: int,
+        *,
+        value: str = "",
+        via: str = "",
+        place: int = 0,
     ) -> None:
-        """`phrase` is `value`, or whatever is known of the phrase `via`; the questions of no task are not asked."""
+        """`phrase` is `value`, or whatever is known of the phrase `via`; the questions of no task
+        are not asked."""
         sources: tuple[int, ...] = ()
         if via:
             if via not in self.known:

@@ -1,4 +1,5 @@
-"""How applications dress segments: retrieved documents, agents' reports, tool observations, the turns of a chat."""
+"""How applications dress segments: retrieved documents, agents' reports, tool observations, the
+turns of a chat."""
 
 from collections.abc import Sequence
 from random import Random
@@ -11,7 +12,8 @@ FRAMES: tuple[Frame, ...] = get_args(Frame)
 
 
 def frame(rng: Random, segments: Sequence[str], kind: Frame) -> list[str]:
-    """The same segments, dressed; numbers and mentioned things are drawn at random and mean nothing."""
+    """The same segments, dressed; numbers and mentioned things are drawn at random and mean
+    nothing."""
     return [_dress(rng, segment, kind) for segment in segments]
 
 
@@ -23,7 +25,10 @@ def _dress(rng: Random, text: str, kind: Frame) -> str:
             return f"agent {rng.choice(vocabulary.NUMBERS)} wrote : {text}"
         case "tools":
             thing = rng.choice(vocabulary.THINGS)
-            return f"thought : need the code of {thing} . action : search {thing} . observation : {text}"
+            return (
+                f"thought : need the code of {thing} . action : search {thing} . observation : "
+                f"{text}"
+            )
         case "chat" if text.startswith("note "):
             return f"<system> : {text}"
         case "chat":

@@ -24,7 +24,8 @@ class PrefillChunk:
         known_positions: the positions, on the CPU.
         runs: of consecutive tokens, in the order of the rows.
         num_long: of these runs, which stand first, those that vLLM's backend takes in any case.
-        order: int64 [n], beside the positions: which of the rows [start, stop) each one is; None if they are in order.
+        order: int64 [n], beside the positions: which of the rows [start, stop) each one is; None if
+            they are in order.
         layouts: by metadata builder the rows that our kernel takes; made when first needed.
         metadata: by metadata builder; made when first needed and after every pause.
     """
@@ -40,11 +41,16 @@ class PrefillChunk:
     metadata: list[Any] | None = None
 
     def scattered(self) -> tuple[list[int], list[Tensor]]:
-        """The prompts that have rows behind the long runs, and the positions of these on the CPU."""
+        """The prompts that have rows behind the long runs, and the positions of these on the
+        CPU."""
         runs = self.runs[self.num_long :]
         sizes = np.array([stop - first for _, first, stop in runs])
-        prompts, counts = np.unique(np.repeat([prompt for prompt, _, _ in runs], sizes), return_counts=True)
-        return prompts.tolist(), list(self.known_positions[-int(sizes.sum()) :].split(counts.tolist()))
+        prompts, counts = np.unique(
+            np.repeat([prompt for prompt, _, _ in runs], sizes), return_counts=True
+        )
+        return prompts.tolist(), list(
+            self.known_positions[-int(sizes.sum()) :].split(counts.tolist())
+        )
 
     def taken_from(self, rows: Tensor) -> Tensor:
         """Those of the chunk, of rows [m, ...] in their order."""
@@ -61,10 +67,12 @@ class PrefillChunk:
 
 
 class LayerOutput(Hidden):
-    """What has left a layer: hidden states and residuals [m, D] of the chunks of rows, as they were computed. They are
-    copied to one tensor [n, 2, D] only if somebody asks for their `states`."""
+    """What has left a layer: hidden states and residuals [m, D] of the chunks of rows, as they were
+    computed. They are copied to one tensor [n, 2, D] only if somebody asks for their `states`."""
 
-    def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], where: Tensor, chunks: Sequence[PrefillChunk]) -> None:
+    def __init__(
+        self, parts: Sequence[tuple[Tensor, Tensor]], where: Tensor, chunks: Sequence[PrefillChunk]
+    ) -> None:
         vars(self).update(parts=parts, where=where, chunks=chunks)
 
     parts: Sequence[tuple[Tensor, Tensor]]
@@ -98,7 +106,11 @@ def runs_of(prompts: np.ndarray, positions: np.ndarray) -> list[Run]:
     """The maximal runs of consecutive positions of one prompt."""
     cuts = np.flatnonzero((np.diff(positions) != 1) | (np.diff(prompts) != 0)) + 1
     edges = [0, *cuts.tolist(), len(positions)]
-    return [(int(prompts[a]), int(positions[a]), int(positions[b - 1]) + 1) for a, b in pairwise(edges) if a < b]
+    return [
+        (int(prompts[a]), int(positions[a]), int(positions[b - 1]) + 1)
+        for a, b in pairwise(edges)
+        if a < b
+    ]
 
 
 def cut(runs: Sequence[Run], max_rows: int, max_runs: int | None) -> list[list[Run]]:

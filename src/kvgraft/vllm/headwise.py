@@ -1,4 +1,5 @@
-"""Recoveries that work head by head: vLLM's layers in three steps, with our attention in the place of its own."""
+"""Recoveries that work head by head: vLLM's layers in three steps, with our attention in the place
+of its own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ ATTEND, FEED = 4, 2  # these steps of a layer do a quarter and half of its work
 
 @dataclass
 class Projected:
-    """Queries [n, Hq, d], keys and values [n, Hkv, d] of some tokens at a layer, as computed; their slots int64
-    [groups, n]."""
+    """Queries [n, Hq, d], keys and values [n, Hkv, d] of some tokens at a layer, as computed; their
+    slots int64 [groups, n]."""
 
     index: int
     hidden: Hidden
@@ -37,9 +38,10 @@ class Projected:
 class HeadwisePrefill(VllmPrefill):
     """One recovery of one prompt, head by head (RedKnot 4.2).
 
-    No stock kernel lets some heads see sinks and window only, so their attention is ours. The other heads attend
-    through vLLM's kernel where that takes some heads of a cache. Beside what `VllmPrefill` holds a token takes
-    6 Hkv d numbers: keys and values as computed, with what is reused of them, and as copied for our attention.
+    No stock kernel lets some heads see sinks and window only, so their attention is ours. The other
+    heads attend through vLLM's kernel where that takes some heads of a cache. Beside what
+    `VllmPrefill` holds a token takes 6 Hkv d numbers: keys and values as computed, with what is
+    reused of them, and as copied for our attention.
 
     Args:
         head_map: of the KV heads of this rank.
@@ -55,8 +57,11 @@ class HeadwisePrefill(VllmPrefill):
             raise ValueError(f"{len(self.plan.lengths)} prompts: heads choose for one")
         self.head_map = head_map
         self._projected: Projected | None = None
-        self._now: tuple[int, Tensor, Tensor] | None = None  # layer, keys and values [T, Hkv, d] as the cache has them
-        self._rows = HeadwiseRows(head_map, self._host, self.plan, self._tables, self._known_slots, self._slots)
+        # layer, keys and values [T, Hkv, d] as the cache has them
+        self._now: tuple[int, Tensor, Tensor] | None = None
+        self._rows = HeadwiseRows(
+            head_map, self._host, self.plan, self._tables, self._known_slots, self._slots
+        )
 
     def project_heads(self, index: int, hidden: Hidden, reused: Heads, kept: Tensor) -> None:
         found = self._projected
@@ -81,14 +86,20 @@ class HeadwisePrefill(VllmPrefill):
         self._projected, heads = None, LayerHeads(tuple(range(count)), (0,) * count, local)
         copied = [head for head in range(count) if local[head] or not self._host.attends_by_head]
         with self._timed(stage):
-            pools = [rows.transpose(0, 1)[copied].contiguous() for rows in self._kv_now(index)] if copied else []
+            pools = (
+                [rows.transpose(0, 1)[copied].contiguous() for rows in self._kv_now(index)]
+                if copied
+                else []
+            )
         for chunk, layout in zip(self._rows.of(hidden.where), self._rows.layouts, strict=True):
             if self._budget.spend(self._budget.layer(chunk.known_positions) / ATTEND):
                 self._rows.forget_metadata()
             with self._timed(stage):
                 attended = self._attended(index, chunk, layout, query[chunk.rows], heads, pools)
                 before = hidden.states[chunk.rows].unbind(1)
-                states[chunk.rows, 0], states[chunk.rows, 1] = self._host.add_attention(index, attended, *before)
+                states[chunk.rows, 0], states[chunk.rows, 1] = self._host.add_attention(
+                    index, attended, *before
+                )
             if len(self._rows.layouts) > 1:
                 layout.give_room_back()
         self.computed += self._rows.counts
@@ -105,7 +116,9 @@ class HeadwisePrefill(VllmPrefill):
             self._budget.spend(self._budget.layer(known[part]) / FEED)
             with self._timed(stage):
                 halves = (half[taken].contiguous() for half in before.unbind(1))
-                after[taken, 0], after[taken, 1] = self._host.feed_forward(index, positions[part], *halves)
+                after[taken, 0], after[taken, 1] = self._host.feed_forward(
+                    index, positions[part], *halves
+                )
         after_layer = hidden.with_states(after)
         if index == self.num_layers - 1:
             self._enter(self.num_layers, after_layer)
@@ -122,7 +135,8 @@ class HeadwisePrefill(VllmPrefill):
         return super()._keys_at(index, slots)
 
     def sum_counts(self) -> None:
-        """Make counts of this rank's heads those of all; heads that several ranks have count on each."""
+        """Make counts of this rank's heads those of all; heads that several ranks have count on
+        each."""
         for counts in self.counts:
             names = sorted(counts)  # the same on every rank
             summed = self.over_heads(torch.tensor([float(counts[name]) for name in names]))
@@ -141,8 +155,13 @@ class HeadwisePrefill(VllmPrefill):
         return Projected(index, hidden, query, keys, values, self._slots_of(hidden.where))
 
     def _with_grafts(self, found: Projected, reused: Heads, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, Hkv, d] as they are to be stored: of reused heads what the cache has of kept tokens."""
-        rows = (self.grafted_everywhere & kept)[found.hidden.where].nonzero()[:, 0].to(found.slots.device)
+        """Keys and values [n, Hkv, d] as they are to be stored: of reused heads what the cache has
+        of kept tokens."""
+        rows = (
+            (self.grafted_everywhere & kept)[found.hidden.where]
+            .nonzero()[:, 0]
+            .to(found.slots.device)
+        )
         if not any(reused) or not rows.numel():
             return found.keys, found.values
         where = rows[:, None], torch.tensor(reused, device=rows.device).nonzero()[:, 0]
@@ -153,9 +172,11 @@ class HeadwisePrefill(VllmPrefill):
         )
         return keys, values
 
-    def _whole(self, found: Projected, keys: Tensor, values: Tensor) -> tuple[int, Tensor, Tensor] | None:
-        """The layer, keys and values [T, Hkv, d] of the prompt, of which these [n, Hkv, d] were just stored; None if
-        the cache has them as other numbers."""
+    def _whole(
+        self, found: Projected, keys: Tensor, values: Tensor
+    ) -> tuple[int, Tensor, Tensor] | None:
+        """The layer, keys and values [T, Hkv, d] of the prompt, of which these [n, Hkv, d] were
+        just stored; None if the cache has them as other numbers."""
         where = found.hidden.where
         if self._host.rounds:
             return None
@@ -164,7 +185,9 @@ class HeadwisePrefill(VllmPrefill):
         others = self._kv_at(found.index, self._slots_of(~where))
         here, there = (mask.nonzero()[:, 0].to(keys.device) for mask in (where, ~where))
         whole_keys, whole_values = (
-            old.new_empty(len(where), *old.shape[1:]).index_copy_(0, there, old).index_copy_(0, here, new)
+            old.new_empty(len(where), *old.shape[1:])
+            .index_copy_(0, there, old)
+            .index_copy_(0, here, new)
             for old, new in zip(others, (keys, values), strict=True)
         )
         return found.index, whole_keys, whole_values
@@ -185,8 +208,8 @@ class HeadwisePrefill(VllmPrefill):
         heads: LayerHeads,
         pools: Sequence[Tensor],
     ) -> Tensor:
-        """Attention [n, Hq, d] of a chunk's queries; `pools` are keys and values [h, T, d] of the heads that attend
-        through our kernel: all, or those that see a window."""
+        """Attention [n, Hq, d] of a chunk's queries; `pools` are keys and values [h, T, d] of the
+        heads that attend through our kernel: all, or those that see a window."""
         if not self._host.attends_by_head:
             return segpaged_attention(query, pools[0], pools[1], heads, layout, self._scale)
         queries = query.unflatten(1, (len(heads.local), -1))  # [n, Hkv, G, d]
@@ -237,7 +260,8 @@ class HeadwiseRows(RowChunks):
     def cut(self, where: Tensor, *, splits: bool = False) -> list[PrefillChunk]:
         """As in `RowChunks`, for one prompt, and never split."""
         chunks = super().cut(where)
-        places = torch.arange(self._plan.num_tokens, device=self._host.device)[None]  # in what `attend` copies
+        # in what `attend` copies
+        places = torch.arange(self._plan.num_tokens, device=self._host.device)[None]
         positions = [[chunk.known_positions] for chunk in chunks]
         self.layouts = [AttentionLayout.of(own, [places], *self._sees) for own in positions]
         self.head_metadata.clear()

@@ -20,14 +20,15 @@ def embed(host: ModelHost, token_ids: Tensor) -> Tensor:
 
 
 def entering(index: int, halves: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Hidden state and residual [n, D] for a layer of vLLM: copies, since its fused norms write to what they are given;
-    the first layer has no residual yet."""
+    """Hidden state and residual [n, D] for a layer of vLLM: copies, since its fused norms write to
+    what they are given; the first layer has no residual yet."""
     hidden, *residual = torch.stack(tuple(halves) if index else tuple(halves[:1]))
     return hidden, residual[0] if residual else None
 
 
 class VllmLayers(LayerHost):
-    """The loaded model, and the blocks of one request. Hidden states are [n, 2, D], as `embed` gives them.
+    """The loaded model, and the blocks of one request. Hidden states are [n, 2, D], as `embed`
+    gives them.
 
     Args:
         slots: int64 [n], of the request's blocks.
@@ -35,15 +36,26 @@ class VllmLayers(LayerHost):
     """
 
     def __init__(self, host: ModelHost, slots: Tensor, budget: RecoveryBudget) -> None:
-        self.num_layers, self.num_kv_heads, self.head_dim = host.num_layers, host.num_kv_heads, host.head_dim
-        self.max_rows, self.dtype, self.device, self.rope = host.max_rows, host.dtype, host.device, host.plain_rope
+        self.num_layers, self.num_kv_heads, self.head_dim = (
+            host.num_layers,
+            host.num_kv_heads,
+            host.head_dim,
+        )
+        self.max_rows, self.dtype, self.device, self.rope = (
+            host.max_rows,
+            host.dtype,
+            host.device,
+            host.plain_rope,
+        )
         self.scale = host.scale
         self._host, self._slots, self._budget = host, slots, budget
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return embed(self._host, token_ids)
 
-    def run(self, index: int, states: Tensor, positions: Tensor, rows: Tensor, attend: Attend) -> Tensor:
+    def run(
+        self, index: int, states: Tensor, positions: Tensor, rows: Tensor, attend: Attend
+    ) -> Tensor:
         """As in the protocol; the rest of the layer takes all rows, since it is vLLM's own."""
         self._budget.spend(self._budget.rows(positions.numel()))
 
@@ -55,7 +67,9 @@ class VllmLayers(LayerHost):
             every[rows] = attended
             return every
 
-        after = self._host.run_around(index, positions, *entering(index, states.unbind(1)), attend_all)
+        after = self._host.run_around(
+            index, positions, *entering(index, states.unbind(1)), attend_all
+        )
         return states[:0] if after is None else torch.stack(after, dim=1)[rows]
 
     def agree(self, values: Tensor, reduction: Reduction) -> Tensor:
@@ -69,8 +83,9 @@ class VllmLayers(LayerHost):
             self._host.write(index, keys, values, self._slots[places])
 
     def close_up(self, num_kept: int, num_dropped: int) -> None:
-        """Turn the kept keys as if every token stood `num_dropped` positions earlier. vLLM goes on with the position
-        behind the last kept token: then all distances are those of the whole prompt."""
+        """Turn the kept keys as if every token stood `num_dropped` positions earlier. vLLM goes on
+        with the position behind the last kept token: then all distances are those of the whole
+        prompt."""
         places = torch.arange(num_kept, device=self.device)
         turn = self._host.rotate_keys(torch.tensor([-num_dropped], device=self.device))
         for index in range(self.num_layers):

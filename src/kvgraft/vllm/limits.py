@@ -1,17 +1,25 @@
-"""Settings of vLLM beside which reuse cannot be, and why. Needs no vLLM: they are checked before its import."""
+"""Settings of vLLM beside which reuse cannot be, and why. Needs no vLLM: they are checked before
+its import."""
 
 from collections.abc import Collection, Iterator
 from typing import Any
 
 PARALLEL = {
     "pipeline_parallel_size": "a recovery goes through all layers, and a stage has only its own",
-    "decode_context_parallel_size": "a recovery reads whole blocks, and a rank has only some tokens of each",
-    "prefill_context_parallel_size": "a recovery computes whole prompts, and a rank has only some tokens of each",
+    "decode_context_parallel_size": (
+        "a recovery reads whole blocks, and a rank has only some tokens of each"
+    ),
+    "prefill_context_parallel_size": (
+        "a recovery computes whole prompts, and a rank has only some tokens of each"
+    ),
 }
 FP8_NAMES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 READABLE = ("auto", "float16", "bfloat16", *FP8_NAMES)
-_OTHERS = {  # what the names of other dtypes begin or end with -> why they cannot be read or written here
-    "per_token_head": "each token of each head has a scale of its own, which lies among the numbers",
+# what the names of other dtypes begin or end with -> why they cannot be read or written here
+_OTHERS = {
+    "per_token_head": (
+        "each token of each head has a scale of its own, which lies among the numbers"
+    ),
     "ds_mla": "it holds latents",
     "fp8_inc": "Gaudi's own",
     "": "several numbers share a byte",
@@ -22,7 +30,8 @@ def parallel_reasons(parallel: Any) -> Iterator[str]:
     """Why a model cannot be split over processes in this way.
 
     Args:
-        parallel: vLLM's `ParallelConfig`, or parsed arguments, which call its fields by the same names.
+        parallel: vLLM's `ParallelConfig`, or parsed arguments, which call its fields by the same
+            names.
     """
     for name, reason in PARALLEL.items():
         if (size := getattr(parallel, name, 1)) > 1:

@@ -13,7 +13,8 @@ _FIELDS = {"salts", "proof"}
 
 
 def granted_params(cache_salt: str, salts: Sequence[str]) -> dict[str, Any]:
-    """The namespaces with these cache keys, for a request with this one; with a proof that the API server says so."""
+    """The namespaces with these cache keys, for a request with this one; with a proof that the API
+    server says so."""
     return {"salts": list(salts), "proof": _proof(cache_salt, salts)}
 
 
@@ -28,10 +29,16 @@ def granted_salts(given: Any, cache_salt: str) -> tuple[str, ...]:
     """
     if given is None:
         return ()
-    if not isinstance(given, Mapping) or given.keys() != _FIELDS or not isinstance(given["salts"], list):
+    if (
+        not isinstance(given, Mapping)
+        or given.keys() != _FIELDS
+        or not isinstance(given["salts"], list)
+    ):
         raise ValueError(f"{GRANTED} must have {', '.join(sorted(_FIELDS))}")
     salts = given["salts"]
-    if not os.environ.get(CONTROL_TOKEN) or not hmac.compare_digest(str(given["proof"]), _proof(cache_salt, salts)):
+    if not os.environ.get(CONTROL_TOKEN) or not hmac.compare_digest(
+        str(given["proof"]), _proof(cache_salt, salts)
+    ):
         raise ValueError("shared namespaces are granted by the API server only")
     return tuple(salts)
 
@@ -39,4 +46,6 @@ def granted_salts(given: Any, cache_salt: str) -> tuple[str, ...]:
 def _proof(cache_salt: str, salts: Sequence[str]) -> str:
     """What only those can make who know the secret that API server and engine share."""
     secret = os.environ.get(CONTROL_TOKEN, "")
-    return hmac.new(secret.encode(), json.dumps([GRANTED, cache_salt, *salts]).encode(), "sha256").hexdigest()
+    return hmac.new(
+        secret.encode(), json.dumps([GRANTED, cache_salt, *salts]).encode(), "sha256"
+    ).hexdigest()

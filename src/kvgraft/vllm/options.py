@@ -1,7 +1,8 @@
-"""What a request may say about reuse, and what it is told: the one schema of the HTTP edge and the engine.
+"""What a request may say about reuse, and what it is told: the one schema of the HTTP edge and the
+engine.
 
-A request carries `kv_transfer_params: {"kvgraft": {...}}`; its response carries a `ServedReport` in the same place.
-"""
+A request carries `kv_transfer_params: {"kvgraft": {...}}`; its response carries a `ServedReport` in
+the same place."""
 
 import hashlib
 import hmac
@@ -22,7 +23,8 @@ PARAMS = "kv_transfer_params"  # of requests and answers
 KEY = "kvgraft"  # in these
 TRIAL_OF = "kvgraft_trial_of"  # likewise: vLLM's id of the request whose plan it tries
 NOTE_PLAN = "kvgraft_note_plan"  # likewise: whether its plan may be tried later
-EXACT_BECAUSE = "kvgraft_exact"  # likewise, set by the API server alone: why a request gets exact KV
+# likewise, set by the API server alone: why a request gets exact KV
+EXACT_BECAUSE = "kvgraft_exact"
 CONTROL_TOKEN = "KVGRAFT_CONTROL_TOKEN"  # noqa: S105  # name of the variable that API server and engine share
 _LABELLED = re.compile(r"[0-9a-f]{64}:(.+)", re.DOTALL)  # a cache key of the API server
 _LABEL_LENGTH = 8  # hexadecimal digits
@@ -46,7 +48,8 @@ class RequestOptions:
         quality: `guarded`: the guard may have it answered with more exact KV; `fast`: it may not.
         namespace: narrows the caller's own namespace; the API server folds it into `cache_salt`.
         match_similar: whether near-duplicates are grafted, too.
-        shared: names of the shared namespaces that it grafts from, beside its own; None: of all that are granted to it.
+        shared: names of the shared namespaces that it grafts from, beside its own; None: of all
+            that are granted to it.
         forced_output: token ids with which its answer begins, whatever the model would choose.
         profile: which profile named the policy, or None.
     """
@@ -67,16 +70,23 @@ class RequestOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], default: "RequestOptions") -> "RequestOptions":
-        """From `{"policy": name, "reuse": "auto" | "exact" | "off", "quality": "exact" | "guarded" | "fast", "match":
-        "exact" | "similar", "namespace": text, "shared": [text, ...], "forced_output": [token id, ...], <policy option>:
-        value}`, all optional. `off` is another word for `exact`, and quality `exact` one more.
+        """From `{"policy": name, "reuse": "auto" | "exact" | "off", "quality": "exact" | "guarded"
+        | "fast", "match": "exact" | "similar", "namespace": text, "shared": [text, ...],
+        "forced_output": [token id, ...], <policy option>: value}`, all optional. `off` is another
+        word for `exact`, and quality `exact` one more.
 
-        Policy options beside no `policy`, or the default one's bare name, change that option of the default policy.
+        Policy options beside no `policy`, or the default one's bare name, change that option of the
+        default policy.
 
         Raises:
-            ValueError: a field that does not exist or a value that is not allowed; the message names it.
+            ValueError: a field that does not exist or a value that is not allowed; the message
+                names it.
         """
-        name, reuse, namespace = given.get("policy"), given.get("reuse", "auto"), given.get("namespace", "")
+        name, reuse, namespace = (
+            given.get("policy"),
+            given.get("reuse", "auto"),
+            given.get("namespace", ""),
+        )
         if not (name is None or isinstance(name, str)):
             raise ValueError(f"policy must be a string, got {name!r}")
         if reuse not in ("auto", "exact", "off"):
@@ -84,11 +94,16 @@ class RequestOptions:
         quality = given.get("quality", GUARDED)
         require_choice("quality", quality, QUALITIES)
         check_name("namespace", namespace, may_be_empty=True)
-        similar = wants_similar(given.get("match"), offered=default.match_similar, how=SERVE_SIMILAR)
+        similar = wants_similar(
+            given.get("match"), offered=default.match_similar, how=SERVE_SIMILAR
+        )
         base = default.policy if name in (None, default.policy.name) else parse_policy(str(name))
         options = {key: value for key, value in given.items() if key not in OWN_FIELDS}
         policy = _changed(base, options)
-        shared, answer = _shared(given.get("shared")), parse_forced_output(given.get("forced_output"))
+        shared, answer = (
+            _shared(given.get("shared")),
+            parse_forced_output(given.get("forced_output")),
+        )
         profile = default.profile if policy == default.policy else None
         is_exact = reuse != "auto" or quality == "exact"
         return cls(policy, not is_exact, quality, namespace, similar, shared, answer, profile)
@@ -96,9 +111,10 @@ class RequestOptions:
 
 @dataclass(frozen=True)
 class Control:
-    """An operation on the pinned documents, or on what is to be read anew, sent by the API server as a request of its own:
-    the one way into the engine that every layout of vLLM has. The prompt of `pin` is the text to pin, that of `read`
-    the text to read, that of `score` what to compute; that of the others is ignored.
+    """An operation on the pinned documents, or on what is to be read anew, sent by the API server
+    as a request of its own: the one way into the engine that every layout of vLLM has. The prompt
+    of `pin` is the text to pin, that of `read` the text to read, that of `score` what to compute;
+    that of the others is ignored.
 
     Attributes:
         op: pin, delete, list; refresh, read (see `RefreshControls`); score (see `Scorer`).
@@ -118,7 +134,8 @@ class Control:
         """From its fields and `token`, which proves that the API server sent it.
 
         Raises:
-            ValueError: a wrong token, an operation that does not exist, or a quota that is no share.
+            ValueError: a wrong token, an operation that does not exist, or a quota that is no
+                share.
         """
         known = {"token", *(f.name for f in fields(cls))}
         if not isinstance(given, Mapping) or not given.keys() <= known:
@@ -149,14 +166,18 @@ class ServedReport(PrefillReport):
     """What became of one prompt; `as_params` puts it into the response's `kv_transfer_params`.
 
     Attributes:
-        spans: [start, stop, kind] of the prompt, kind one of prefix, grafted, fresh; at most 64 (the rest is cut off).
+        spans: [start, stop, kind] of the prompt, kind one of prefix, grafted, fresh; at most 64
+            (the rest is cut off).
         registered_blocks: blocks that later requests can graft from.
-        counts: `rejected_tokens` and `rejected_segments`: grafted, and computed after all, since a probe did not trust
-            them; `promoted_heads`: local ones that saw everything, over all layers; `distinguishing_tokens`: recomputed
-            because their segment looks alike. Empty if its policy counts nothing.
-        kept_tokens: of the prompt, in the cache when the answer begins, if that is a part; else None.
+        counts: `rejected_tokens` and `rejected_segments`: grafted, and computed after all, since a
+            probe did not trust them; `promoted_heads`: local ones that saw everything, over all
+            layers; `distinguishing_tokens`: recomputed because their segment looks alike. Empty if
+            its policy counts nothing.
+        kept_tokens: of the prompt, in the cache when the answer begins, if that is a part; else
+            None.
         shadow_graftable_tokens: that a server in shadow mode would have grafted, had it been live.
-        guard: `pending`: the answer will be scored; `larger_budget`, `exact`: how the guard had it answered; else None.
+        guard: `pending`: the answer will be scored; `larger_budget`, `exact`: how the guard had it
+            answered; else None.
     """
 
     spans: list[list[int | str]] = field(default_factory=list)
@@ -172,20 +193,22 @@ class ServedReport(PrefillReport):
 
 
 def labelled(key: str, label: str) -> str:
-    """A `cache_salt` that is as secret as this key, 64 hexadecimal digits, and says whose namespace it is."""
+    """A `cache_salt` that is as secret as this key, 64 hexadecimal digits, and says whose namespace
+    it is."""
     return f"{key}:{label}"
 
 
 def namespace_label(cache_salt: str) -> str:
-    """What may be shown of a namespace: the label that the API server gave it; else, as the client's own salt may be
-    its secret, a digest of that."""
+    """What may be shown of a namespace: the label that the API server gave it; else, as the
+    client's own salt may be its secret, a digest of that."""
     if (found := _LABELLED.fullmatch(cache_salt)) is not None:
         return found[1]
     return hashlib.sha256(cache_salt.encode()).hexdigest()[:_LABEL_LENGTH] if cache_salt else ""
 
 
 def pin_namespace(cache_salt: str, adapter: str) -> str:
-    """Where text is pinned that a namespace reads under the adapter of this name; empty: under none."""
+    """Where text is pinned that a namespace reads under the adapter of this name; empty: under
+    none."""
     return f"lora:{adapter}:{cache_salt}" if adapter else cache_salt
 
 
@@ -198,7 +221,8 @@ def _changed(policy: Policy, options: Mapping[str, Any]) -> Policy:
 
 
 def _shared(names: Any) -> tuple[str, ...] | None:
-    """The shared namespaces that a request names; ValueError unless they are distinct names in a list."""
+    """The shared namespaces that a request names; ValueError unless they are distinct names in a
+    list."""
     if names is None:
         return None
     if not isinstance(names, list):
@@ -211,15 +235,28 @@ def _shared(names: Any) -> tuple[str, ...] | None:
 
 
 def parse_forced_output(given: Any) -> tuple[int, ...]:
-    """Token ids with which an answer is to begin, none of nothing; ValueError unless it is a list of some."""
+    """Token ids with which an answer is to begin, none of nothing; ValueError unless it is a list
+    of some."""
     if given is None:
         return ()
-    if not isinstance(given, list) or not given or not all(type(token) is int and token >= 0 for token in given):
+    if (
+        not isinstance(given, list)
+        or not given
+        or not all(type(token) is int and token >= 0 for token in given)
+    ):
         raise ValueError(f"forced_output must be a list of token ids, got {str(given)[:40]!r}")
     return tuple(given)
 
 
 def check_name(what: str, value: Any, *, may_be_empty: bool = False) -> None:
     """Raise ValueError unless value is a printable string of at most 128 characters."""
-    if not isinstance(value, str) or len(value) > MAX_NAME or not value.isprintable() or not (value or may_be_empty):
-        raise ValueError(f"{what} must be a printable string of 1 to {MAX_NAME} characters, got {str(value)[:40]!r}")
+    if (
+        not isinstance(value, str)
+        or len(value) > MAX_NAME
+        or not value.isprintable()
+        or not (value or may_be_empty)
+    ):
+        raise ValueError(
+            f"{what} must be a printable string of 1 to {MAX_NAME} characters, got "
+            f"{str(value)[:40]!r}"
+        )

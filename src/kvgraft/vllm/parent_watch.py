@@ -1,4 +1,5 @@
-"""Ends an engine or worker process of vLLM whose parent is gone: vLLM may leave one, with its memory."""
+"""Ends an engine or worker process of vLLM whose parent is gone: vLLM may leave one, with its
+memory."""
 
 import multiprocessing
 import os
@@ -14,12 +15,13 @@ _NAME = "kvgraft-parent-watch"
 def end_with_parent() -> None:
     """End this process soon after the one that started it, however that ends.
 
-    Only processes that vLLM has started are watched: a server that a shell has started outlives the shell.
-    """
+    Only processes that vLLM has started are watched: a server that a shell has started outlives the
+    shell."""
     is_child = multiprocessing.parent_process() is not None
     if not is_child or any(thread.name == _NAME for thread in threading.enumerate()):
         return
-    # With a fork server the parent is that server, not the process that asked for this one; both end together.
+    # With a fork server the parent is that server, not the process that asked for this one; both
+    # end together.
     threading.Thread(target=_watch, args=(os.getppid(),), name=_NAME, daemon=True).start()
 
 

@@ -1,4 +1,5 @@
-"""Entry point in `vllm.general_plugins`: vLLM calls it in every process, used or not, perhaps more than once."""
+"""Entry point in `vllm.general_plugins`: vLLM calls it in every process, used or not, perhaps more
+than once."""
 
 import logging
 
@@ -23,8 +24,8 @@ def log_as_vllm() -> None:
 
 
 def register() -> None:
-    """Make connector and model classes known by name, let vLLM print what we log, and end engines and workers whose
-    parent is gone. Imports nothing heavy: they load when they are asked for."""
+    """Make connector and model classes known by name, let vLLM print what we log, and end engines
+    and workers whose parent is gone. Imports nothing heavy: they load when they are asked for."""
     from vllm import ModelRegistry
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -33,8 +34,12 @@ def register() -> None:
     log_as_vllm()
     end_with_parent()
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
-        ModelRegistry.register_model(f"KVGraftByHead{family}ForCausalLM", f"kvgraft.vllm.heads.model:{family}ByHead")
+        ModelRegistry.register_model(
+            f"KVGraftByHead{family}ForCausalLM", f"kvgraft.vllm.heads.model:{family}ByHead"
+        )
     try:
-        KVConnectorFactory.register_connector("KVGraftConnector", "kvgraft.vllm.connector", "KVGraftConnector")
+        KVConnectorFactory.register_connector(
+            "KVGraftConnector", "kvgraft.vllm.connector", "KVGraftConnector"
+        )
     except ValueError:  # registered by an earlier call in this process
         return

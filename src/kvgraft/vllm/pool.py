@@ -1,4 +1,5 @@
-"""vLLM's block pool as our own code sees pages: virtual and pinned blocks live in it, nothing is copied."""
+"""vLLM's block pool as our own code sees pages: virtual and pinned blocks live in it, nothing is
+copied."""
 
 from collections.abc import Container, Iterable, Sequence
 from itertools import takewhile
@@ -11,10 +12,11 @@ from kvgraft.vllm.groups import NULL_PAGE, CacheGroups
 
 
 class SharedPool:
-    """Pages of vLLM's block pool. A page's version is the head of its block hash, which eviction resets.
+    """Pages of vLLM's block pool. A page's version is the head of its block hash, which eviction
+    resets.
 
-    Who holds a page of the main group holds its counterparts in the other ones, and it is live as long as they are, but
-    for those of local heads: these may be gone.
+    Who holds a page of the main group holds its counterparts in the other ones, and it is live as
+    long as they are, but for those of local heads: these may be gone.
 
     Args:
         blocks: vLLM's block pool.
@@ -28,7 +30,8 @@ class SharedPool:
     def __init__(self, blocks: Any, block_size: int, groups: CacheGroups) -> None:
         self._pool = blocks  # vllm.v1.core.block_pool.BlockPool
         self.block_size, self.groups = block_size, groups
-        self._held: dict[int, list[tuple[int, ...]]] = {}  # by page: its counterparts, by who holds it
+        # by page: its counterparts, by who holds it
+        self._held: dict[int, list[tuple[int, ...]]] = {}
         self.hit_counts = np.zeros(blocks.num_gpu_blocks, np.int64)
 
     @property
@@ -52,13 +55,19 @@ class SharedPool:
 
     def find(self, block_hashes: Iterable[Any]) -> list[int]:
         """The pages that vLLM finds by these hashes."""
-        found = (self._pool.get_cached_block(block_hash, [self.groups.main]) for block_hash in block_hashes)
+        found = (
+            self._pool.get_cached_block(block_hash, [self.groups.main])
+            for block_hash in block_hashes
+        )
         return [block[0].block_id for block in found if block]
 
     def num_cached(self, block_hashes: Iterable[Any]) -> int:
         """How many of these, from the first on, vLLM finds."""
         main = [self.groups.main]
-        return sum(1 for _ in takewhile(lambda found: self._pool.get_cached_block(found, main), block_hashes))
+        return sum(
+            1
+            for _ in takewhile(lambda found: self._pool.get_cached_block(found, main), block_hashes)
+        )
 
     def allocate(self, count: int) -> list[int]:
         """Take pages that nobody holds; ValueError if there are not so many."""
@@ -69,18 +78,23 @@ class SharedPool:
     def name(self, page: int, block_hash: Any) -> None:
         """Let vLLM find a page that we hold by this hash, as it finds its own."""
         hashed = SimpleNamespace(block_hashes=[block_hash])
-        self._pool.cache_full_blocks(hashed, [self._pool.blocks[page]], 0, 1, self._pool.hash_block_size, 0)
+        self._pool.cache_full_blocks(
+            hashed, [self._pool.blocks[page]], 0, 1, self._pool.hash_block_size, 0
+        )
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Let nobody find what these pages hold. Free ones become the first to be reclaimed, held ones when they are
-        given back: vLLM reclaims pages that can be found last, and in the order of their last use."""
+        """Let nobody find what these pages hold. Free ones become the first to be reclaimed, held
+        ones when they are given back: vLLM reclaims pages that can be found last, and in the order
+        of their last use."""
         for page in pages:
             for block in self._blocks(page, self.groups.counterparts(page) or ()):
                 self._forget(block.block_id)
 
-    def forget_hashes(self, block_hashes: Iterable[Any], own: Container[int] = (), keep: Container[int] = ()) -> None:
-        """`forget` the pages that vLLM finds by these hashes, except those in `keep` and those that somebody holds;
-        of pages in `own` one holder is who asks."""
+    def forget_hashes(
+        self, block_hashes: Iterable[Any], own: Container[int] = (), keep: Container[int] = ()
+    ) -> None:
+        """`forget` the pages that vLLM finds by these hashes, except those in `keep` and those that
+        somebody holds; of pages in `own` one holder is who asks."""
         for block_hash in block_hashes:
             for group in (self.groups.main, *self.groups.others):
                 while found := self._pool.get_cached_block(block_hash, [group]):
@@ -90,16 +104,21 @@ class SharedPool:
                     self._forget(page)
 
     def acquire(self, pages: Iterable[int]) -> None:
-        """Hold pages, so that they stay what they are. Who holds one first may have found fewer of its counterparts."""
+        """Hold pages, so that they stay what they are. Who holds one first may have found fewer of
+        its counterparts."""
         for page in pages:
-            found, holders = self.groups.counterparts(page) or self._none, self._held.setdefault(page, [])
+            found, holders = (
+                self.groups.counterparts(page) or self._none,
+                self._held.setdefault(page, []),
+            )
             if holders:
                 found = tuple(held or new for held, new in zip(holders[-1], found, strict=True))
             holders.append(found)
             self._pool.touch(self._blocks(page, found))
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give pages back; the last of a text is reclaimed first. Whoever does, the fewest counterparts go."""
+        """Give pages back; the last of a text is reclaimed first. Whoever does, the fewest
+        counterparts go."""
         for page in reversed(pages):
             counterparts = self._held[page].pop(0)
             if not self._held[page]:
@@ -115,15 +134,20 @@ class SharedPool:
         return [held for held in self.by_group(page) if held != NULL_PAGE]
 
     def complete(self, pages: Iterable[int]) -> np.ndarray:
-        """bool [n]: whether each page of the main group has all its counterparts, those of local heads, too."""
+        """bool [n]: whether each page of the main group has all its counterparts, those of local
+        heads, too."""
         found = (self.groups.counterparts(page) for page in pages)
-        return np.array([counterparts is not None and NULL_PAGE not in counterparts for counterparts in found], bool)
+        return np.array(
+            [counterparts is not None and NULL_PAGE not in counterparts for counterparts in found],
+            bool,
+        )
 
     def keep(self, pages: Sequence[int]) -> None:
         """Nothing to do: vLLM keeps what it knows by its hash until it is reclaimed."""
 
     def num_hashed(self, pages: Sequence[int]) -> int:
-        """How many of these pages, from the first on, hold full blocks that vLLM knows by their hash."""
+        """How many of these pages, from the first on, hold full blocks that vLLM knows by their
+        hash."""
         unknown = np.flatnonzero(self.versions_of(pages) == 0)
         return int(unknown[0]) if unknown.size else len(pages)
 
@@ -136,7 +160,9 @@ class SharedPool:
         """bool [n]: whether each page still holds what it held under that version."""
         live = (self.versions_of(pages.tolist()) == versions) & (versions != 0)
         if self.groups.others:
-            live[live] = [self.groups.counterparts(page) is not None for page in pages[live].tolist()]
+            live[live] = [
+                self.groups.counterparts(page) is not None for page in pages[live].tolist()
+            ]
         return live
 
     @property

@@ -35,15 +35,17 @@ PROJECT = 4  # queries, keys and values are a quarter of a layer's work
 class VllmPrefill(PagedPrefill):
     """One recovery inside vLLM. Hidden states are [n, 2, D]: vLLM's hidden state and residual.
 
-    Rows go through a layer in chunks of at most `host.max_rows`, the number for which vLLM has measured its own
-    memory; beside that a recovery of T tokens holds at most 4 D + 2 Hq d numbers a token.
+    Rows go through a layer in chunks of at most `host.max_rows`, the number for which vLLM has
+    measured its own memory; beside that a recovery of T tokens holds at most 4 D + 2 Hq d numbers a
+    token.
 
     Args:
         token_ids: int64 [T], the prompts of `plan` end to end.
         tables: per prompt its physical blocks by group, int [b] each.
-        source_pages: int64 [n, groups]: pages that are grafted from, and their counterparts in the other groups;
-            `NULL_PAGE` where local heads have lost theirs.
-        budget: how much may be done before other work of vLLM must come between; without limit by default.
+        source_pages: int64 [n, groups]: pages that are grafted from, and their counterparts in the
+            other groups; `NULL_PAGE` where local heads have lost theirs.
+        budget: how much may be done before other work of vLLM must come between; without limit by
+            default.
     """
 
     def __init__(
@@ -57,7 +59,10 @@ class VllmPrefill(PagedPrefill):
     ) -> None:
         offsets = np.arange(plan.block_size)
         self._tables = list(zip(*tables, strict=True))  # by group, by prompt
-        by_prompt = [(np.stack(own)[..., None] * plan.block_size + offsets).reshape(len(own), -1) for own in tables]
+        by_prompt = [
+            (np.stack(own)[..., None] * plan.block_size + offsets).reshape(len(own), -1)
+            for own in tables
+        ]
         known = [torch.from_numpy(slots) for slots in by_prompt]
         super().__init__(plan, upload(host.device, *known), host.scale)
         own = (slots[:, :length] for slots, length in zip(known, plan.lengths, strict=True))
@@ -69,7 +74,9 @@ class VllmPrefill(PagedPrefill):
         self.residual_layers = host.residuals.residual_layers
         longest = max(plan.lengths)
         windows = enumerate(host.windows)
-        self.local_layers = frozenset(index for index, window in windows if window is not None and window < longest)
+        self.local_layers = frozenset(
+            index for index, window in windows if window is not None and window < longest
+        )
         self._host = host
         self.token_ids = token_ids
         self._budget = budget or RecoveryBudget(host.num_layers)
@@ -84,7 +91,9 @@ class VllmPrefill(PagedPrefill):
         self._align([at for index in layers for at in self._host.attentions_of(index)])
         if self.residual_layers and self.plan.graft_targets.numel() and not self._grafted:
             source, target, _ = self._graft_slots
-            for old, new in zip(source.split(COPIED_TOKENS), target[0].split(COPIED_TOKENS), strict=True):
+            for old, new in zip(
+                source.split(COPIED_TOKENS), target[0].split(COPIED_TOKENS), strict=True
+            ):
                 self._host.residuals.copy(old, new)
         self._grafted.update(layers)
 
@@ -105,8 +114,9 @@ class VllmPrefill(PagedPrefill):
                         alignment(part)
 
     def draft(self, hidden: Hidden) -> None:
-        """Let the draft model know the prompts, if there is one: its keys and values of grafted tokens are aligned,
-        those of what has left the last layer are computed. vLLM computes the last token of a prompt."""
+        """Let the draft model know the prompts, if there is one: its keys and values of grafted
+        tokens are aligned, those of what has left the last layer are computed. vLLM computes the
+        last token of a prompt."""
         drafter = self._host.drafter
         if drafter is None:
             return
@@ -117,7 +127,10 @@ class VllmPrefill(PagedPrefill):
         for before in entered:
             where &= before.where
         taken = entered or [hidden] * drafter.takes_hidden
-        tokens, states = drafter.inputs_of(self.token_ids, where), [before.only(where).states for before in taken]
+        tokens, states = (
+            drafter.inputs_of(self.token_ids, where),
+            [before.only(where).states for before in taken],
+        )
         for chunk in self._rows.cut(where):
             self._budget.spend(self._budget.layer(chunk.known_positions))
             given = None
@@ -126,7 +139,13 @@ class VllmPrefill(PagedPrefill):
             elif states:
                 given = self._host.normed(states[0][chunk.rows])
             common = self._host.common_metadata(chunk.runs, self._tables[0], chunk.slots[0])
-            drafter.run(tokens[chunk.rows].to(chunk.positions.device), chunk.positions, chunk.slots[0], common, given)
+            drafter.run(
+                tokens[chunk.rows].to(chunk.positions.device),
+                chunk.positions,
+                chunk.slots[0],
+                common,
+                given,
+            )
 
     def _enter(self, index: int, hidden: Hidden) -> None:
         """Keep what enters a layer for the drafter; a policy may compute a layer in parts."""
@@ -157,7 +176,10 @@ class VllmPrefill(PagedPrefill):
         """bool [T]: grafted tokens whose KV every group had at their source."""
         found, lost = self.plan.grafted.clone(), (self._source_pages == NULL_PAGE).any(1)
         if bool(lost.any()):
-            pages, sources = self._source_pages[:, 0].contiguous(), self.plan.graft_sources // self.block_size
+            pages, sources = (
+                self._source_pages[:, 0].contiguous(),
+                self.plan.graft_sources // self.block_size,
+            )
             found[self.plan.graft_targets] = ~lost[torch.searchsorted(pages, sources)]
         return found
 
@@ -179,15 +201,25 @@ class VllmPrefill(PagedPrefill):
             self.project(index, hidden)
             before_attention()
             before_attention = None
-        rebuilds = len(chunks) > 1 and (self._host.is_latent or self._host.attention.max_long_runs is not None)
+        rebuilds = len(chunks) > 1 and (
+            self._host.is_latent or self._host.attention.max_long_runs is not None
+        )
         parts, queries = [], []
         for number, chunk in enumerate(chunks):
             if self._budget.spend(self._budget.layer(chunk.known_positions)) or rebuilds:
                 self._rows.forget_metadata()
             with self._timed(stage):
-                metadata, before = self._rows.metadata(chunk), entering(index, halves(hidden, number, chunk))
+                metadata, before = (
+                    self._rows.metadata(chunk),
+                    entering(index, halves(hidden, number, chunk)),
+                )
                 after = self._host.run_layer(
-                    index, metadata, chunk.slots, chunk.positions, *before, before_attention=before_attention
+                    index,
+                    metadata,
+                    chunk.slots,
+                    chunk.positions,
+                    *before,
+                    before_attention=before_attention,
                 )
                 parts.append(after[:2])
                 queries.append(after[2])
@@ -198,11 +230,14 @@ class VllmPrefill(PagedPrefill):
             self._enter(self.num_layers, after_layer)
         return after_layer
 
-    def run(self, layers: Iterable[int], hidden: Hidden, spreading: Spreading | None = None) -> Hidden:
-        """As in the protocol; all layers, or all but the first, in one forward of the model where it can be.
+    def run(
+        self, layers: Iterable[int], hidden: Hidden, spreading: Spreading | None = None
+    ) -> Hidden:
+        """As in the protocol; all layers, or all but the first, in one forward of the model where
+        it can be.
 
-        Layer 0 is computed again then: what enters it are the tokens alone, so that nothing changes.
-        """
+        Layer 0 is computed again then: what enters it are the tokens alone, so that nothing
+        changes."""
         layers, chunks = list(layers), self._rows.of(hidden.where)
         if not self._is_one_forward(layers, chunks, spreading):
             return super().run(layers, hidden, spreading)
@@ -218,15 +253,22 @@ class VllmPrefill(PagedPrefill):
             if self._budget.spend(self._budget.whole_pass(chunk.known_positions)):
                 self._rows.forget_metadata()
             with self._timed(stage):
-                rows = chunk.taken_from(tokens), chunk.positions, chunk.slots, self._rows.metadata(chunk)
+                rows = (
+                    chunk.taken_from(tokens),
+                    chunk.positions,
+                    chunk.slots,
+                    self._rows.metadata(chunk),
+                )
                 states.append(self._host.run_model(*rows, before_attention))
         self.computed += self._rows.counts * len(layers)
         self._query = None
         return Hidden(self._rows.in_order(hidden.where, joined(states)), hidden.where)
 
-    def _is_one_forward(self, layers: list[int], chunks: Sequence[PrefillChunk], spreading: Spreading | None) -> bool:
-        """Whether a forward of the model computes these layers, and nothing must come between them: no other work of
-        vLLM, and no KV of later chunks that is spread in an earlier layer."""
+    def _is_one_forward(
+        self, layers: list[int], chunks: Sequence[PrefillChunk], spreading: Spreading | None
+    ) -> bool:
+        """Whether a forward of the model computes these layers, and nothing must come between them:
+        no other work of vLLM, and no KV of later chunks that is spread in an earlier layer."""
         every = list(range(self.num_layers))
         if not (self._host.runs_as_one and layers and layers in (every, every[1:])):
             return False
@@ -266,43 +308,56 @@ class VllmPrefill(PagedPrefill):
         source, to_origin, from_source, to_position = self._spreading_rows(spreading)
         keys, values = self.kv(index, spreading.anchors)
         old_keys, old_values = self._host.read_layer(index, source)
-        changes = torch.cat([to_origin(index, keys) - from_source(index, old_keys), values - old_values], -1)
+        changes = torch.cat(
+            [to_origin(index, keys) - from_source(index, old_keys), values - old_values], -1
+        )
         changes = changes.masked_fill(self._out(index, source, keys.shape[1]), 0)
         keys, values = spreading.interpolate(changes).split([keys.shape[-1], values.shape[-1]], -1)
         self.add(index, spreading.where, to_position(index, keys), values)
 
     @cached_property
     def _graft_slots(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Source slots [g], target slots [groups, g] and shifts [g] of the tokens to copy, int64 on the device."""
+        """Source slots [g], target slots [groups, g] and shifts [g] of the tokens to copy, int64 on
+        the device."""
         target = self._slots_of(self.plan.grafted & ~self.plan.in_place)
         source, shifts = upload(target.device, self.plan.graft_sources, self.plan.graft_shifts)
         return source, target, shifts
 
     @memoised
-    def _pool_rows(self, spreading: Spreading, group: int, layout: PoolLayout, rope: Rope) -> SpreadingRows:
-        """The same on the device, for layers of one group whose caches lie alike. What this group has lost at its
-        source, and what its tables leave out, has not changed and is not copied."""
+    def _pool_rows(
+        self, spreading: Spreading, group: int, layout: PoolLayout, rope: Rope
+    ) -> SpreadingRows:
+        """The same on the device, for layers of one group whose caches lie alike. What this group
+        has lost at its source, and what its tables leave out, has not changed and is not copied."""
         slots = self._known_slots[group]
-        source, target = self._counterparts(group, self.plan.graft_sources), slots[self.plan.graft_targets]
+        source, target = (
+            self._counterparts(group, self.plan.graft_sources),
+            slots[self.plan.graft_targets],
+        )
         lost = (source // self.block_size == NULL_PAGE) | (target // self.block_size == NULL_PAGE)
         given = layout.rows(slots[spreading.anchors]), layout.rows(slots[spreading.copied])
         sources = layout.rows(source.masked_fill(lost, -1))
-        return SpreadingRows.of(self.plan, spreading, sources, rope, *upload(self._host.device, *given))
+        return SpreadingRows.of(
+            self.plan, spreading, sources, rope, *upload(self._host.device, *given)
+        )
 
     @memoised
     def _spreading_rows(self, spreading: Spreading) -> tuple[Tensor, Turning, Turning, Turning]:
-        """Source slots int64 [groups, c] of the anchors; what rotates their recomputed and their cached keys to
-        position 0; and what rotates keys to where changes are added."""
+        """Source slots int64 [groups, c] of the anchors; what rotates their recomputed and their
+        cached keys to position 0; and what rotates keys to where changes are added."""
         is_anchor = spreading.anchors[self.plan.graft_targets]
         main = self.plan.graft_sources[is_anchor].to(self._host.device)
-        source = torch.stack([self._counterparts(group, main) for group in range(len(self._slots[0]))])
+        source = torch.stack(
+            [self._counterparts(group, main) for group in range(len(self._slots[0]))]
+        )
         here, there = (self.plan.positions[where] for where in (spreading.anchors, spreading.where))
         was = here - self.plan.graft_shifts[is_anchor]
         return source, self.rotate_keys(-here), self.rotate_keys(-was), self.rotate_keys(there)
 
     @cached_property
     def leaves_out(self) -> bool:
-        """Whether block tables leave out something of a prefix, which windows do not reach back to."""
+        """Whether block tables leave out something of a prefix, which windows do not reach back
+        to."""
         return bool((self._known_slots < self.block_size).any())
 
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
@@ -320,13 +375,17 @@ class VllmPrefill(PagedPrefill):
         """Which slots [groups, n] are nobody's, by KV head: bool [n, Hkv, 1]."""
         groups = [self._host.group_of[at] for at in self._host.attentions_of(index)]
         own = torch.stack([slots[group] for group in groups])
-        out = (own // self.block_size == NULL_PAGE).T.repeat_interleave(num_heads // len(groups), dim=1)
+        out = (own // self.block_size == NULL_PAGE).T.repeat_interleave(
+            num_heads // len(groups), dim=1
+        )
         return out[..., None]
 
     def _add_at(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         for part in torch.arange(slots.shape[1], device=slots.device).split(COPIED_TOKENS):
             old_keys, old_values = self._host.read_layer(index, slots[:, part])
-            self._host.write_layer(index, old_keys + keys[part], old_values + values[part], slots[:, part])
+            self._host.write_layer(
+                index, old_keys + keys[part], old_values + values[part], slots[:, part]
+            )
 
     def _last_query(self) -> tuple[int, Tensor, Tensor]:
         """Queries in the order of their tokens."""
@@ -336,7 +395,8 @@ class VllmPrefill(PagedPrefill):
 
 @torch.inference_mode()
 def measure_costs(host: ModelHost, max_length: int) -> Costs:
-    """Measured in the first blocks of vLLM's cache, which must be empty, on prompts of max_length tokens at most."""
+    """Measured in the first blocks of vLLM's cache, which must be empty, on prompts of max_length
+    tokens at most."""
     blocks = np.arange(1, host.num_blocks)  # block 0 is nobody's
 
     def context(plan: Plan) -> VllmPrefill:

@@ -1,4 +1,5 @@
-"""Recoveries on the worker: batches in the order of their arrival, a bounded amount of work in each step of vLLM."""
+"""Recoveries on the worker: batches in the order of their arrival, a bounded amount of work in each
+step of vLLM."""
 
 import logging
 from collections import deque
@@ -36,8 +37,10 @@ class Job:
     policy: Policy
     plan: Plan
     token_ids: np.ndarray  # int64 [T]
-    tables: tuple[np.ndarray, ...]  # by group int64 [ceil(T / block_size)]; of documents: what holds what is kept
-    source_pages: np.ndarray  # int64 [n, groups]: the pages that it grafts from, and their counterparts if any
+    # by group int64 [ceil(T / block_size)]; of documents: what holds what is kept
+    tables: tuple[np.ndarray, ...]
+    # int64 [n, groups]: the pages that it grafts from, and their counterparts if any
+    source_pages: np.ndarray
     documents: tuple[range, ...] = ()
     scope: bytes = b""  # of what is read on its own
     adapter: Adapter | None = None  # under which it is computed
@@ -62,8 +65,9 @@ class Job:
 
 @dataclass(frozen=True)
 class RecoveryResult:
-    """What became of a job. `failure` is the reason why its prompt must be computed in full, or None; `kept` the tokens
-    of documents that stay in each layer, bits [L, T / 8]; `counts` are of what its policy did not trust."""
+    """What became of a job. `failure` is the reason why its prompt must be computed in full, or
+    None; `kept` the tokens of documents that stay in each layer, bits [L, T / 8]; `counts` are of
+    what its policy did not trust."""
 
     failure: str | None = None
     computed_share: float = 0.0
@@ -74,10 +78,13 @@ class RecoveryResult:
 
 
 class RecoveryBatch:
-    """Jobs of one policy and one adapter, recovered together. Runs in a greenlet of its own, so that a policy can be
-    paused anywhere without knowing of it: same thread, same tensors, no locks."""
+    """Jobs of one policy and one adapter, recovered together. Runs in a greenlet of its own, so
+    that a policy can be paused anywhere without knowing of it: same thread, same tensors, no
+    locks."""
 
-    def __init__(self, host: ModelHost, library: Library, head_map: HeadMap | None, jobs: list[Job]) -> None:
+    def __init__(
+        self, host: ModelHost, library: Library, head_map: HeadMap | None, jobs: list[Job]
+    ) -> None:
         self.jobs = jobs
         self._library, self._head_map = library, head_map
         self.outcomes: dict[str, RecoveryResult] | None = None
@@ -86,7 +93,8 @@ class RecoveryBatch:
         self._task = greenlet(self._run)
 
     def advance(self, seconds: float, costs: Costs) -> float:
-        """Work until done or until so many seconds, by these costs, are spent; returns what is left of them."""
+        """Work until done or until so many seconds, by these costs, are spent; returns what is left
+        of them."""
         self._budget.seconds, self._budget.costs = seconds, costs
         self._host.adapters.use(self.jobs[0].adapter)
         self._task.parent = getcurrent()
@@ -111,7 +119,9 @@ class RecoveryBatch:
             outcomes |= self._attempt(partial(self._keep, policy, job), [job])
         self.outcomes = outcomes
 
-    def _attempt(self, work: Callable[[], dict[str, RecoveryResult]], jobs: list[Job]) -> dict[str, RecoveryResult]:
+    def _attempt(
+        self, work: Callable[[], dict[str, RecoveryResult]], jobs: list[Job]
+    ) -> dict[str, RecoveryResult]:
         """The outcomes of these jobs; of a failure if their work failed on any rank."""
         outcomes = None
         for job in jobs:
@@ -128,13 +138,21 @@ class RecoveryBatch:
         """One prompt of which a part is kept."""
         slots = slots_of(job.tables[0].tolist(), job.plan.block_size).to(self._host.device)
         layers, plan = VllmLayers(self._host, slots, self._budget), job.plan
-        chosen = None if job.kept is None else torch.from_numpy(np.unpackbits(job.kept, 1, plan.num_tokens)).bool()
-        ctx, *_ = self._library.keep(layers, policy, plan, job.token_ids, job.documents, job.scope, kept=chosen)
+        chosen = (
+            None
+            if job.kept is None
+            else torch.from_numpy(np.unpackbits(job.kept, 1, plan.num_tokens)).bool()
+        )
+        ctx, *_ = self._library.keep(
+            layers, policy, plan, job.token_ids, job.documents, job.scope, kept=chosen
+        )
         layers.close_up(ctx.num_kept, plan.num_tokens - ctx.num_kept)
         share = ctx.projected / (ctx.num_layers * plan.num_tokens)
         failure = None if ctx.is_finite else "non_finite"
         kept = np.packbits((ctx.kept & plan.grafted).numpy(), 1)
-        return {job.request_id: RecoveryResult(failure, share, ctx.recomputed, kept, ctx.times.seconds)}
+        return {
+            job.request_id: RecoveryResult(failure, share, ctx.recomputed, kept, ctx.times.seconds)
+        }
 
     def _recover(self) -> dict[str, RecoveryResult]:
         """Jobs whose grafts are in the pool."""
@@ -142,7 +160,10 @@ class RecoveryBatch:
         tokens = torch.from_numpy(np.concatenate([job.token_ids for job in self.jobs]))
         source_pages = np.concatenate([job.source_pages for job in self.jobs])
         tables = [job.tables for job in self.jobs]
-        given, policy = (self._host, plan, tokens, tables, source_pages, self._budget), self.jobs[0].policy
+        given, policy = (
+            (self._host, plan, tokens, tables, source_pages, self._budget),
+            self.jobs[0].policy,
+        )
         if self._head_map is not None and policy.needs_head_map:
             ctx: VllmPrefill = HeadwisePrefill(self._head_map, *given)
         else:
@@ -157,7 +178,9 @@ class RecoveryBatch:
             for number, (job, ok) in enumerate(zip(self.jobs, finite, strict=True))
         }
 
-    def _outcome(self, ctx: VllmPrefill, hidden: Hidden, number: int, finite: bool) -> RecoveryResult:
+    def _outcome(
+        self, ctx: VllmPrefill, hidden: Hidden, number: int, finite: bool
+    ) -> RecoveryResult:
         prompt = ctx.plan.prompts[number]
         share = int(ctx.computed[number]) / (ctx.num_layers * ctx.plan.lengths[number])
         recomputed = int((hidden.where & ctx.plan.grafted)[prompt].sum())
@@ -171,21 +194,28 @@ def _rejected(ctx: VllmPrefill, prompt: slice) -> dict[str, int]:
     where = ctx.rejected[prompt]
     if not where.any():
         return {}
-    return {"rejected_tokens": int(where.sum()), "rejected_segments": ctx.plan.segments[prompt][where].unique().numel()}
+    return {
+        "rejected_tokens": int(where.sum()),
+        "rejected_segments": ctx.plan.segments[prompt][where].unique().numel(),
+    }
 
 
 class RecoveryQueue:
     """All recoveries of one worker.
 
     Args:
-        max_batch_tokens: tokens of the prompts that one batch may hold together (a longer prompt is a batch of its
-            own); this bounds the memory of a recovery.
+        max_batch_tokens: tokens of the prompts that one batch may hold together (a longer prompt is
+            a batch of its own); this bounds the memory of a recovery.
         library: documents that were read on their own.
         head_map: of the KV heads of this rank, if it is known.
     """
 
     def __init__(
-        self, host: ModelHost, max_batch_tokens: int, library: Library, head_map: HeadMap | None = None
+        self,
+        host: ModelHost,
+        max_batch_tokens: int,
+        library: Library,
+        head_map: HeadMap | None = None,
     ) -> None:
         self._host, self._head_map = host, head_map
         self.library = library
@@ -201,21 +231,31 @@ class RecoveryQueue:
                 batches[-1].append(job)
             else:
                 batches.append([job])
-        self._batches += [RecoveryBatch(self._host, self.library, self._head_map, batch) for batch in batches]
+        self._batches += [
+            RecoveryBatch(self._host, self.library, self._head_map, batch) for batch in batches
+        ]
 
     def _share(self, batch: list[Job], job: Job) -> bool:
-        """Whether a job can be recovered together with these. Heads are promoted by what one prompt needs."""
-        alike = (job.policy, job.adapter) == (batch[0].policy, batch[0].adapter) and not job.policy.needs_head_map
-        return alike and sum(len(other.token_ids) for other in [*batch, job]) <= self._max_batch_tokens
+        """Whether a job can be recovered together with these. Heads are promoted by what one prompt
+        needs."""
+        alike = (job.policy, job.adapter) == (
+            batch[0].policy,
+            batch[0].adapter,
+        ) and not job.policy.needs_head_map
+        return (
+            alike and sum(len(other.token_ids) for other in [*batch, job]) <= self._max_batch_tokens
+        )
 
     def cancel(self, request_ids: set[str]) -> None:
         """Nobody wants these any more; they end as cancelled, the others of their batch go on."""
-        self._cancelled |= request_ids & {job.request_id for batch in self._batches for job in batch.jobs}
+        self._cancelled |= request_ids & {
+            job.request_id for batch in self._batches for job in batch.jobs
+        }
 
     @torch.inference_mode()
     def advance(self, num_tokens: int, costs: Costs) -> dict[str, RecoveryResult]:
-        """Work as long as vLLM would take for so many tokens at the end of the oldest prompt, by these costs, oldest
-        batch first; returns the outcomes of what has ended."""
+        """Work as long as vLLM would take for so many tokens at the end of the oldest prompt, by
+        these costs, oldest batch first; returns the outcomes of what has ended."""
         if not self._batches:
             return {}
         longest = max(len(job.token_ids) for job in self._batches[0].jobs)

@@ -12,7 +12,8 @@ LEAST_S = 1e-9  # of a step: costs may be zero, and recoveries must end all the 
 
 @dataclass
 class RecoveryBudget:
-    """What a recovery may spend before other work of vLLM must come between, and what its parts cost.
+    """What a recovery may spend before other work of vLLM must come between, and what its parts
+    cost.
 
     Attributes:
         num_layers: of the model, which share the costs of a pass.
@@ -48,8 +49,8 @@ class RecoveryBudget:
         return self.whole_pass(positions) / self.num_layers
 
     def rows(self, count: int) -> float:
-        """Seconds of one layer for so many tokens, without the keys that they see: positions on a device would have to
-        be waited for."""
+        """Seconds of one layer for so many tokens, without the keys that they see: positions on a
+        device would have to be waited for."""
         return float(self.costs.computing(count, 0)) / self.num_layers
 
     def copy(self, num_tokens: int, num_layers: int = 1) -> float:

@@ -28,44 +28,53 @@ class KVGraftSettings:
     """How this server reuses.
 
     Attributes:
-        policy: for requests that name none; `name` or `name:option=value,...`. None: that of the profile, or else
-            `spread`.
+        policy: for requests that name none; `name` or `name:option=value,...`. None: that of the
+            profile, or else `spread`.
         profile: file that `kvgraft calibrate` has written for this checkpoint.
-        head_map: file of `kvgraft profile-heads` for this checkpoint, for policies that work head by head; None: that
-            which lies beside the weights, if there is one.
-        match: `exact`, or `similar` (`similar:tau=0.7,...`): also find text that is known but for edits; None is what
-            `policy` wants.
+        head_map: file of `kvgraft profile-heads` for this checkpoint, for policies that work head
+            by head; None: that which lies beside the weights, if there is one.
+        match: `exact`, or `similar` (`similar:tau=0.7,...`): also find text that is known but for
+            edits; None is what `policy` wants.
         residual_layers: layers of which the residual stream that enters them is kept, for requests
             whose policies need it; those that `policy` needs are kept in any case.
-        continuation: let prompts go on with the KV of earlier ones that they begin with, grafts and all; what is not
-            exact in it is recovered where it is, as far as the policy sees fit.
-        max_depth: of what is grafted from: 0 is exact KV, d + 1 what was computed over grafts of depth d; MAX_DEPTH is
-            no limit.
-        require_clean_context: graft only text that stood at the beginning of what it was read in (pinned text does).
-        watermark: share of used blocks above which a namespace sheds its own pinned blocks when it needs room.
+        continuation: let prompts go on with the KV of earlier ones that they begin with, grafts and
+            all; what is not exact in it is recovered where it is, as far as the policy sees fit.
+        max_depth: of what is grafted from: 0 is exact KV, d + 1 what was computed over grafts of
+            depth d; MAX_DEPTH is no limit.
+        require_clean_context: graft only text that stood at the beginning of what it was read in
+            (pinned text does).
+        watermark: share of used blocks above which a namespace sheds its own pinned blocks when it
+            needs room.
         pin_capacity: share of the pool that pinned blocks may take.
-        pin_quota: share of that which one tenant may take, whatever its namespaces; None: equal ones for all keys.
+        pin_quota: share of that which one tenant may take, whatever its namespaces; None: equal
+            ones for all keys.
         store_dir: directory of each worker for exact blocks, which outlast the server; None: none.
-        store_ram_gib: host memory of each worker for exact blocks that vLLM may reclaim; 0, no store_dir and no
-            store_shared: no store.
+        store_ram_gib: host memory of each worker for exact blocks that vLLM may reclaim; 0, no
+            store_dir and no store_shared: no store.
         store_disk_gib, store_quota, store_int8: of the store, see `StoreOptions`.
-        store_shared: URL of a place that machines share, a Redis or Valkey server or a directory; None: none.
+        store_shared: URL of a place that machines share, a Redis or Valkey server or a directory;
+            None: none.
         store_shared_timeout: seconds for which a prompt waits for it.
         store_shared_gib: size of a shared directory; None: 64. A server bounds itself.
-        costs: by which it is decided what to graft: `measured` when the server starts, `tokens`, or a file of them.
-        exactness_weight: what it is worth that KV is exact, as a share of what computing it costs: 0 grafts whatever makes
-            the first token come sooner.
-        document_gib: host memory of each worker for documents that were read on their own, for policies that keep a
-            part of them.
-        idle_refresh: how many tokens of popular text that is known only approximately are read anew, exactly, while no
-            request runs: at most this share of the prompt tokens that requests have brought.
+        costs: by which it is decided what to graft: `measured` when the server starts, `tokens`, or
+            a file of them.
+        exactness_weight: what it is worth that KV is exact, as a share of what computing it costs:
+            0 grafts whatever makes the first token come sooner.
+        document_gib: host memory of each worker for documents that were read on their own, for
+            policies that keep a part of them.
+        idle_refresh: how many tokens of popular text that is known only approximately are read
+            anew, exactly, while no request runs: at most this share of the prompt tokens that
+            requests have brought.
         guard: share of the answers on approximate KV that are scored with exact KV.
-        guard_target: what quality is kept, `flips=0.01` or `kl=0.05` (nats): a policy whose answers are worse gets a
-            larger budget, then requests with it get exact KV. None: whatever is found.
+        guard_target: what quality is kept, `flips=0.01` or `kl=0.05` (nats): a policy whose answers
+            are worse gets a larger budget, then requests with it get exact KV. None: whatever is
+            found.
         guard_tokens: that may be computed a minute to score answers.
-        mode: `live`, or `shadow`: nothing is grafted, and reports and metrics say what would have been.
+        mode: `live`, or `shadow`: nothing is grafted, and reports and metrics say what would have
+            been.
         exact_for: kinds of requests that always get exact KV, of `tools` and `json`.
-        allow_untested: start, with a warning, on a vLLM that is newer than those that are supported.
+        allow_untested: start, with a warning, on a vLLM that is newer than those that are
+            supported.
     """
 
     policy: str | None = None
@@ -103,7 +112,9 @@ class KVGraftSettings:
         """What requests get that say nothing."""
         name = self.policy_profile.name if self.policy_profile else None
         return RequestOptions(
-            parse_policy(self.default_policy), match_similar=self.similarity is not None, profile=name
+            parse_policy(self.default_policy),
+            match_similar=self.similarity is not None,
+            profile=name,
         )
 
     @property
@@ -129,16 +140,20 @@ class KVGraftSettings:
 
     @property
     def store(self) -> StoreOptions | None:
-        """Where exact blocks go that vLLM may reclaim; None: nowhere. ValueError if that cannot be."""
+        """Where exact blocks go that vLLM may reclaim; None: nowhere. ValueError if that cannot
+        be."""
         sizes = self.store_ram_gib, self.store_disk_gib, self.store_quota
         shared = self.store_shared, self.store_shared_timeout, self.store_shared_gib
         options = StoreOptions(self.store_dir, *sizes, self.store_int8, *shared)
-        is_wanted = self.store_dir is not None or self.store_ram_gib or self.store_shared is not None
+        is_wanted = (
+            self.store_dir is not None or self.store_ram_gib or self.store_shared is not None
+        )
         return options if is_wanted else None
 
     @cached_property
     def given_costs(self) -> Costs | None:
-        """What things cost; None if that is to be measured. FileNotFoundError or ValueError if a file has none."""
+        """What things cost; None if that is to be measured. FileNotFoundError or ValueError if a
+        file has none."""
         return None if self.costs == MEASURED else find_costs(self.costs, Costs)
 
     def kept_residual_layers(self, num_layers: int) -> set[int]:
@@ -153,7 +168,8 @@ class KVGraftSettings:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> "KVGraftSettings":
-        """From a mapping; ValueError names a setting that does not exist or a value that is not allowed."""
+        """From a mapping; ValueError names a setting that does not exist or a value that is not
+        allowed."""
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
@@ -163,11 +179,15 @@ class KVGraftSettings:
             if not isinstance(value := getattr(settings, name), str | None):
                 raise ValueError(f"{name} must be a string, got {value!r}")
         if None not in (settings.policy, settings.profile):
-            raise ValueError(f"give either a policy or a profile, got {settings.policy} and {settings.profile}")
+            raise ValueError(
+                f"give either a policy or a profile, got {settings.policy} and {settings.profile}"
+            )
         parse_policy(settings.default_policy)
         _ = settings.similarity
         if not isinstance(settings.residual_layers, list | tuple):
-            raise ValueError(f"residual_layers must be a list of layers, got {settings.residual_layers!r}")
+            raise ValueError(
+                f"residual_layers must be a list of layers, got {settings.residual_layers!r}"
+            )
         for layer in settings.residual_layers:
             require_at_least("residual_layers", layer, 0)
         for name in ("watermark", "pin_capacity", "exactness_weight", "idle_refresh", "guard"):
@@ -198,11 +218,18 @@ def _check_guard(settings: KVGraftSettings) -> None:
     require_choice("mode", settings.mode, MODES)
     require_at_least("guard_tokens", settings.guard_tokens, 1)
     if settings.target is not None and not settings.guard:
-        raise ValueError(f"guard_target {settings.guard_target} needs a guard above 0: a share of answers to score")
+        raise ValueError(
+            f"guard_target {settings.guard_target} needs a guard above 0: a share of answers to "
+            "score"
+        )
     if settings.target is not None and settings.mode == SHADOW:
-        raise ValueError(f"guard_target {settings.guard_target}: mode {SHADOW} has nothing to cut back")
+        raise ValueError(
+            f"guard_target {settings.guard_target}: mode {SHADOW} has nothing to cut back"
+        )
     if not isinstance(settings.exact_for, list | tuple):
-        raise ValueError(f"exact_for must be a list of {', '.join(KINDS)}, got {settings.exact_for!r}")
+        raise ValueError(
+            f"exact_for must be a list of {', '.join(KINDS)}, got {settings.exact_for!r}"
+        )
     for kind in settings.exact_for:
         require_choice("exact_for", kind, KINDS)
 

@@ -1,4 +1,5 @@
-"""Prometheus metrics under `kvgraft:`; they travel with vLLM's own statistics, one payload per scheduler step."""
+"""Prometheus metrics under `kvgraft:`; they travel with vLLM's own statistics, one payload per
+scheduler step."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,7 +8,10 @@ from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from kvgraft.prefill.report import FALLBACKS, KINDS, MISSES, REFUSALS, Outcome
 from kvgraft.segments.store.events import EVENTS
@@ -18,7 +22,8 @@ class Metric:
     """A metric with at most one label of its own, besides vLLM's `model_name` and `engine`.
 
     Attributes:
-        values: of the label, which are shown as 0 from the start: `increase()` sees no first event otherwise.
+        values: of the label, which are shown as 0 from the start: `increase()` sees no first event
+            otherwise.
     """
 
     kind: type[Counter] | type[Gauge] | type[Histogram]
@@ -53,7 +58,9 @@ METRICS = {
         (*FALLBACKS, "aborted", "probe"),
     ),
     "kvgraft:too_deep_tokens_total": Metric(
-        Counter, "Known prompt tokens that were computed, since they are known beyond --kvgraft-max-depth only."
+        Counter,
+        "Known prompt tokens that were computed, since they are known beyond --kvgraft-max-depth "
+        "only.",
     ),
     "kvgraft:store_total": Metric(
         Counter,
@@ -64,25 +71,52 @@ METRICS = {
     "kvgraft:idle_refresh_tokens_total": Metric(
         Counter, "Tokens of popular text that were computed exactly while no request ran."
     ),
-    "kvgraft:shadow_graftable_tokens_total": Metric(Counter, "Tokens that a server in shadow mode would have grafted."),
+    "kvgraft:shadow_graftable_tokens_total": Metric(
+        Counter, "Tokens that a server in shadow mode would have grafted."
+    ),
     "kvgraft:shadow_saved_seconds_total": Metric(
         Counter, "Seconds of prefill that this would have saved, by what is expected of the costs."
     ),
-    "kvgraft:stage_seconds": Metric(Histogram, "Time of a request in match, align, dense, select, sparse.", "stage"),
-    "kvgraft:pool_blocks": Metric(Gauge, "Blocks of the KV pool by state: used, free, pinned.", "state"),
+    "kvgraft:stage_seconds": Metric(
+        Histogram, "Time of a request in match, align, dense, select, sparse.", "stage"
+    ),
+    "kvgraft:pool_blocks": Metric(
+        Gauge, "Blocks of the KV pool by state: used, free, pinned.", "state"
+    ),
     "kvgraft:pinned_documents": Metric(Gauge, "Pinned documents."),
     "kvgraft:index_entries": Metric(Gauge, "Virtual blocks in the index, live and stale."),
     "kvgraft:cost_seconds": Metric(
-        Gauge, "Seconds of prefill as measured at the start, of one pass, token, pair and copy.", "of"
+        Gauge,
+        "Seconds of prefill as measured at the start, of one pass, token, pair and copy.",
+        "of",
     ),
-    "kvgraft:documents": Metric(Gauge, "Documents in host memory, read on their own for prompts that keep a part."),
+    "kvgraft:documents": Metric(
+        Gauge, "Documents in host memory, read on their own for prompts that keep a part."
+    ),
     "kvgraft:document_bytes": Metric(Gauge, "Host memory that these documents take."),
 }
-BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+BUCKETS = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+)
 
 
 class Stats(KVConnectorStats):
-    """What happened since the last payload: `data[metric][label value]` is a count, a level, or a list of seconds."""
+    """What happened since the last payload: `data[metric][label value]` is a count, a level, or a
+    list of seconds."""
 
     def add(self, metric: str, label: str = "", amount: float = 1) -> None:
         """Count something."""
@@ -108,7 +142,11 @@ class Stats(KVConnectorStats):
         for metric, values in other.data.items():
             for label, value in values.items():
                 mine = self.data.setdefault(metric, {})
-                mine[label] = value if METRICS[metric].kind is Gauge or label not in mine else mine[label] + value
+                mine[label] = (
+                    value
+                    if METRICS[metric].kind is Gauge or label not in mine
+                    else mine[label] + value
+                )
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -159,7 +197,8 @@ class PromMetrics(KVConnectorPromMetrics):
 
 
 def _unregister() -> None:
-    """Forget an earlier engine's metrics, as vLLM forgets its own when a process makes another engine."""
+    """Forget an earlier engine's metrics, as vLLM forgets its own when a process makes another
+    engine."""
     for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "").startswith("kvgraft:"):
             REGISTRY.unregister(collector)

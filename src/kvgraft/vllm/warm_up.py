@@ -19,7 +19,8 @@ VOCABULARY = 100  # tokens that they are of
 
 @torch.inference_mode()
 def warm_up(host: ModelHost, policy: Policy, max_length: int) -> None:
-    """Recover made-up prompts of at most `max_length` tokens under this policy, in the cache, which must be empty.
+    """Recover made-up prompts of at most `max_length` tokens under this policy, in the cache, which
+    must be empty.
 
     Policies that keep a part of documents, or work head by head, are left out.
     """
@@ -30,16 +31,23 @@ def warm_up(host: ModelHost, policy: Policy, max_length: int) -> None:
         count = -(-length // size)
         if length > max_length or 2 * count >= host.num_blocks:
             break
-        source, target = np.arange(1, count + 1), np.arange(count + 1, 2 * count + 1)  # block 0 is nobody's
+        # block 0 is nobody's
+        source, target = np.arange(1, count + 1), np.arange(count + 1, 2 * count + 1)
         texts = _texts(length, source, size) if policy.uses_grafts else []
-        plan, tokens = Plan.for_prompt(length, size, matches=texts), torch.arange(length) % VOCABULARY
+        plan, tokens = (
+            Plan.for_prompt(length, size, matches=texts),
+            torch.arange(length) % VOCABULARY,
+        )
         groups = 1 + max(host.group_of)
-        policy.recover(VllmPrefill(host, plan, tokens, [[target] * groups], np.stack([source] * groups, 1)))
+        policy.recover(
+            VllmPrefill(host, plan, tokens, [[target] * groups], np.stack([source] * groups, 1))
+        )
         host.clear(torch.from_numpy(target))
 
 
 def _texts(length: int, source: np.ndarray, size: int) -> list[Match]:
-    """Two texts in another order, with little new text around, of what lies in the blocks `source` of this size."""
+    """Two texts in another order, with little new text around, of what lies in the blocks `source`
+    of this size."""
     new, found = length // 32, []
     known = length // 2 - new
     for number, (start, begin) in enumerate([(new, known), (known + 2 * new, 0)]):

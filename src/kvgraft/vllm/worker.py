@@ -1,4 +1,5 @@
-"""The worker class: vLLM's own for the platform, which also hands its model runner to the connector."""
+"""The worker class: vLLM's own for the platform, which also hands its model runner to the
+connector."""
 
 from typing import Any
 
@@ -39,15 +40,20 @@ class KVGraftWorker(PlatformWorker):
             add_given_answers(self.model_runner)
 
     def determine_available_memory(self) -> int:
-        """Leaves room for a recovery of the longest prompt, except where the size of the cache is given."""
+        """Leaves room for a recovery of the longest prompt, except where the size of the cache is
+        given."""
         available = int(super().determine_available_memory())
-        if self.cache_config.kv_cache_memory_bytes is not None or self.vllm_config.kv_transfer_config is None:
+        if (
+            self.cache_config.kv_cache_memory_bytes is not None
+            or self.vllm_config.kv_transfer_config is None
+        ):
             return available
         return int((available - recovery_bytes(self.vllm_config)) * kv_share(self.vllm_config))
 
 
 def kv_share(config: Any) -> float:
-    """Share of the memory of what is kept of each token that keys and values take; residual streams take the rest."""
+    """Share of the memory of what is kept of each token that keys and values take; residual streams
+    take the rest."""
     model, parallel = config.model_config, config.parallel_config
     num_layers = model.get_num_layers(parallel)
     kv_size = kv_cache_dtype_str_to_dtype(config.cache_config.cache_dtype, model).itemsize
@@ -59,12 +65,12 @@ def kv_share(config: Any) -> float:
 def recovery_bytes(config: Any) -> int:
     """Upper bound of what a recovery holds beside vLLM's own activations, in bytes.
 
-    Per token: two generations of (hidden, residual); the queries of a layer twice; the keys and values of a layer as
-    read, and its keys twice in float32, for the Sparse-Q scores; two rows of these scores for each of their queries;
-    and what enters the (usually three) layers that EAGLE-3 drafts from, twice. With a head map also the keys and values
-    of a layer as computed, with what is reused of them, and as copied for windows, and a little more than that for what
-    the layouts of windows keep for all layers.
-    """
+    Per token: two generations of (hidden, residual); the queries of a layer twice; the keys and
+    values of a layer as read, and its keys twice in float32, for the Sparse-Q scores; two rows of
+    these scores for each of their queries; and what enters the (usually three) layers that EAGLE-3
+    drafts from, twice. With a head map also the keys and values of a layer as computed, with what
+    is reused of them, and as copied for windows, and a little more than that for what the layouts
+    of windows keep for all layers."""
     model, parallel = config.model_config, config.parallel_config
     tokens = max(model.max_model_len, config.scheduler_config.max_num_batched_tokens)
     heads = model.get_num_attention_heads(parallel)
@@ -72,6 +78,8 @@ def recovery_bytes(config: Any) -> int:
     speculation = config.speculative_config
     generations = 4 if speculation is None or speculation.method != "eagle3" else 4 + 2 * 2 * 3
     copies = 4 if find_head_map(config) is None else 18
-    numbers = generations * model.get_hidden_size() + 2 * heads * model.get_head_size() + copies * width
+    numbers = (
+        generations * model.get_hidden_size() + 2 * heads * model.get_head_size() + copies * width
+    )
     float_numbers = 2 * width + 2 * SCORE_ROWS * heads
     return int(tokens * (numbers * model.dtype.itemsize + float_numbers * torch.float32.itemsize))

@@ -40,7 +40,9 @@ def words(text: str) -> str:
 
 
 def test_every_task_comes_in_every_pattern(items: tuple[Item, ...]):
-    assert {(ask.task, item.pattern) for item, ask in asks(items)} == {(t, p) for t in TASKS for p in PATTERNS}
+    assert {(ask.task, item.pattern) for item, ask in asks(items)} == {
+        (t, p) for t in TASKS for p in PATTERNS
+    }
     assert sum(len(item.phase_2) for item in items) > 0.95 * 4 * len(items)
 
 
@@ -54,7 +56,10 @@ def test_each_answer_stands_in_one_passage_and_not_in_its_question(items: tuple[
 
 def test_what_is_asked_goes_on_as_one_passage_does(items: tuple[Item, ...]):
     for item, ask in asks(items):
-        [answer], [about] = ask.answers, re.findall("What does the text say about (.*)\\?\nAnswer:", ask.segments[-1])
+        [answer], [about] = (
+            ask.answers,
+            re.findall("What does the text say about (.*)\\?\nAnswer:", ask.segments[-1]),
+        )
         found = [text for text in passages(item) if joined(ask.begun + answer) in joined(text)]
         assert len(found) == 1
         assert f"{about}\n" in found[0]
@@ -84,7 +89,9 @@ def test_splits_have_no_sentence_in_common_at_any_length():
             for item in make_docs(split).items(3, 12, shape)
             for passage in passages(item)
         ]
-        sentences[split] = {one for text in texts for line in text.splitlines()[1:] for one in line.split(". ")}
+        sentences[split] = {
+            one for text in texts for line in text.splitlines()[1:] for one in line.split(". ")
+        }
         assert len(sentences[split]) > 200
     titles = {one for one in sentences["dev"] & sentences["test"] if len(one) > 60}
     assert titles == set()
@@ -99,7 +106,10 @@ def test_what_was_read_is_said_with_its_version():
     ("shape", "message"),
     [
         (Shape(600, 8), "length must be at least 621 tokens for 8 segments of docs, got 600"),
-        (Shape(10**7, 2), r"docs has 0 passages of .* and 2 segments are wanted: choose a smaller length"),
+        (
+            Shape(10**7, 2),
+            r"docs has 0 passages of .* and 2 segments are wanted: choose a smaller length",
+        ),
     ],
 )
 def test_shapes_that_cannot_be(shape: Shape, message: str):
@@ -127,7 +137,11 @@ class Public:
     def _private(self): "Hidden."
 def function(): pass
 '''
-    assert list(docstrings(source)) == [("", "A module."), ("Public", "A class."), ("Public.method", "A method.")]
+    assert list(docstrings(source)) == [
+        ("", "A module."),
+        ("Public", "A class."),
+        ("Public.method", "A method."),
+    ]
 
 
 def test_only_prose_is_kept():

@@ -6,8 +6,15 @@ import pytest
 from kvgraft.evaluate.metrics import SCORES
 from kvgraft.evaluate.tasks import Shape, find_suites, load_suite
 
-HAYSTACK = "\n".join(["A special number is hidden here.", *(f"Line {n} says {n * 7}." for n in range(20))])
-RULER = {"index": 0, "input": f"{HAYSTACK}\nWhat does line 3 say? Answer:", "outputs": ["21"], "length": 99}
+HAYSTACK = "\n".join(
+    ["A special number is hidden here.", *(f"Line {n} says {n * 7}." for n in range(20))]
+)
+RULER = {
+    "index": 0,
+    "input": f"{HAYSTACK}\nWhat does line 3 say? Answer:",
+    "outputs": ["21"],
+    "length": 99,
+}
 LONGBENCH = {
     "input": "Who came?",
     "context": "".join(f"Passage {n}:\nName {n} came on day {n}.\n" for n in range(1, 7)),
@@ -27,7 +34,12 @@ LOCOMO = {
         "session_10": [{"speaker": "Ada", "dia_id": "D10:1", "text": "Bye."}],
     },
     "qa": [
-        {"question": "Where does Bert live?", "answer": "Turin", "evidence": ["D2:1"], "category": 1},
+        {
+            "question": "Where does Bert live?",
+            "answer": "Turin",
+            "evidence": ["D2:1"],
+            "category": 1,
+        },
         {"question": "In which year?", "answer": 2024, "category": 2},
         {"question": "Where does Carl live?", "adversarial_answer": "Rome", "category": 5},
     ],
@@ -36,7 +48,11 @@ HOTPOT = {
     "_id": "x",
     "question": "Where is it?",
     "answer": "Turin",
-    "context": [["One", ["It is near.", " It is here."]], ["Two", ["It is in Turin."]], ["Three", ["No."]]],
+    "context": [
+        ["One", ["It is near.", " It is here."]],
+        ["Two", ["It is in Turin."]],
+        ["Three", ["No."]],
+    ],
     "supporting_facts": [["Two", 0]],
 }
 MUSIQUE = {
@@ -65,14 +81,20 @@ MTRAG = {
 }
 BFCL = {
     "id": "multiple_0",
-    "question": [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Light the lamp."}]],
+    "question": [
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Light the lamp."}]
+    ],
     "function": [
         {
             "name": "lamp.light",
             "description": "Light.",
             "parameters": {"type": "dict", "properties": {}, "required": []},
         },
-        {"name": "lamp.dim", "description": "Dim.", "parameters": {"type": "dict", "properties": {}, "required": []}},
+        {
+            "name": "lamp.dim",
+            "description": "Dim.",
+            "parameters": {"type": "dict", "properties": {}, "required": []},
+        },
     ],
 }
 TRUTH = {"id": "multiple_0", "ground_truth": [{"lamp.light": {"colour": ["red", ""]}}]}
@@ -93,7 +115,10 @@ def test_ruler(tmp_path: Path):
     assert load_suite(write(tmp_path / "qa_1.jsonl", RULER)).records[0].metric == "contains_any"
     prefixed = {**RULER, "input": f"{HAYSTACK}\nWhat does line 3 say?", "answer_prefix": " It says"}
     [item] = load_suite(write(tmp_path / "new.jsonl", prefixed)).items(0, 1, Shape())
-    assert (item.phase_2[0].segments[-1], item.phase_2[0].begun) == ("What does line 3 say?", " It says")
+    assert (item.phase_2[0].segments[-1], item.phase_2[0].begun) == (
+        "What does line 3 say?",
+        " It says",
+    )
 
 
 def test_longbench(tmp_path: Path):
@@ -106,9 +131,16 @@ def test_longbench(tmp_path: Path):
 
 def test_locomo(tmp_path: Path):
     [record] = load_suite(write(tmp_path / "locomo10.json", LOCOMO)).records
-    assert record.segments == ("1 May\nAda: Hello.", "2 May\nBert: I moved to Turin.", "\nAda: Bye.")
+    assert record.segments == (
+        "1 May\nAda: Hello.",
+        "2 May\nBert: I moved to Turin.",
+        "\nAda: Bye.",
+    )
     asked = [(question.splitlines()[0], answers) for question, answers in record.questions]
-    assert asked == [("Question: Where does Bert live?", ("Turin",)), ("Question: In which year?", ("2024",))]
+    assert asked == [
+        ("Question: Where does Bert live?", ("Turin",)),
+        ("Question: In which year?", ("2024",)),
+    ]
 
 
 def test_hotpotqa(tmp_path: Path):
@@ -117,7 +149,9 @@ def test_hotpotqa(tmp_path: Path):
     assert record.questions == (("Question: Where is it?\nAnswer:", ("Turin",)),)
     titles, sentences = zip(*HOTPOT["context"], strict=True)
     stored = {**HOTPOT, "context": {"title": titles, "sentences": sentences}}  # by Hugging Face
-    assert load_suite(write(tmp_path / "stored.jsonl", stored)).records[0].segments == record.segments
+    assert (
+        load_suite(write(tmp_path / "stored.jsonl", stored)).records[0].segments == record.segments
+    )
 
 
 def test_2wikimultihopqa_has_the_form_of_hotpotqa(tmp_path: Path):
@@ -127,7 +161,9 @@ def test_2wikimultihopqa_has_the_form_of_hotpotqa(tmp_path: Path):
 
 def test_musique(tmp_path: Path):
     unanswerable = {**MUSIQUE, "id": "2", "answerable": False}
-    [record] = load_suite(write(tmp_path / "musique_full_v1.0_dev.jsonl", MUSIQUE, unanswerable)).records
+    [record] = load_suite(
+        write(tmp_path / "musique_full_v1.0_dev.jsonl", MUSIQUE, unanswerable)
+    ).records
     assert record.segments == ("One\nIt was made by Two.", "Two\nTwo works in Turin.")
     assert record.questions == (("Question: Where was it made?\nAnswer:", ("Turin", "Torino")),)
     assert record.metric == "f1"
@@ -149,23 +185,35 @@ def test_bfcl(tmp_path: Path):
     (tmp_path / "possible_answer").mkdir()
     for folder, record in ((tmp_path, BFCL), (tmp_path / "possible_answer", TRUTH)):
         second = {**record, "id": "multiple_1"}
-        (folder / "BFCL_v4_multiple.json").write_text(f"{json.dumps(record)}\n{json.dumps(second)}\n")  # lines in .json
+        # lines in .json
+        (folder / "BFCL_v4_multiple.json").write_text(
+            f"{json.dumps(record)}\n{json.dumps(second)}\n"
+        )
     suite = load_suite(tmp_path / "BFCL_v4_multiple.json")
     assert len(suite.records) == 2
-    assert [json.loads(segment)["name"] for segment in suite.records[0].segments] == ["lamp.light", "lamp.dim"]
+    assert [json.loads(segment)["name"] for segment in suite.records[0].segments] == [
+        "lamp.light",
+        "lamp.dim",
+    ]
     [ask] = suite.items(0, 1, Shape(patterns=("instruction",)))[0].phase_2
     assert ask.segments[0].startswith("These are functions that you can call.")
     assert ask.segments[-1] == "Request: Be brief.\nLight the lamp.\nCalls:"
-    assert [SCORES[ask.metric](answer, ask.answers) for answer in ("[lamp.light()]", "[lamp.dim()]")] == [1.0, 0.0]
+    assert [
+        SCORES[ask.metric](answer, ask.answers) for answer in ("[lamp.light()]", "[lamp.dim()]")
+    ] == [1.0, 0.0]
 
 
 def test_bfcl_needs_its_answers(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"answers of BFCL are looked for in .*possible_answer.tools\.json"):
+    with pytest.raises(
+        FileNotFoundError, match=r"answers of BFCL are looked for in .*possible_answer.tools\.json"
+    ):
         load_suite(write(tmp_path / "tools.json", BFCL))
     (tmp_path / "possible_answer").mkdir()
     beside = tmp_path / "possible_answer" / "tools.json"
     beside.write_text("[1]")
-    with pytest.raises(ValueError, match=r"tools\.json: must have a record with an id a line: TypeError"):
+    with pytest.raises(
+        ValueError, match=r"tools\.json: must have a record with an id a line: TypeError"
+    ):
         load_suite(tmp_path / "tools.json")
     beside.write_text(json.dumps({**TRUTH, "id": "other"}))
     with pytest.raises(ValueError, match="record 1 cannot be read: KeyError 'ground_truth'"):
@@ -174,22 +222,35 @@ def test_bfcl_needs_its_answers(tmp_path: Path):
 
 def test_splits_of_a_file(tmp_path: Path):
     contexts = [[["One", [f"It is number {number}."]], ["Two", ["No."]]] for number in range(40)]
-    records = [{**HOTPOT, "context": one, "question": asked} for one in contexts for asked in ("Where?", "When?")]
+    records = [
+        {**HOTPOT, "context": one, "question": asked}
+        for one in contexts
+        for asked in ("Where?", "When?")
+    ]
     path = write(tmp_path / "dev.json", *records)
     everything, dev, test = (load_suite(path, split) for split in ("all", "dev", "test"))
     assert sorted(map(str, (*dev.records, *test.records))) == sorted(map(str, everything.records))
     assert min(len(dev.records), len(test.records)) > 20
     assert {one.segments for one in dev.records}.isdisjoint(one.segments for one in test.records)
-    assert (dev.description, everything.description) == ("HotpotQA: dev.json (dev split)", "HotpotQA: dev.json")
+    assert (dev.description, everything.description) == (
+        "HotpotQA: dev.json (dev split)",
+        "HotpotQA: dev.json",
+    )
 
 
 def test_tasks_of_one_conversation_are_of_one_split(tmp_path: Path):
     tasks = [
-        {**MTRAG, "conversation_id": f"c{number % 9}", "contexts": [{"text": f"Lamp {number} is red."}]}
+        {
+            **MTRAG,
+            "conversation_id": f"c{number % 9}",
+            "contexts": [{"text": f"Lamp {number} is red."}],
+        }
         for number in range(36)
     ]
     path = write(tmp_path / "reference.jsonl", *tasks)
-    dev, test = ({one.group for one in load_suite(path, split).records} for split in ("dev", "test"))
+    dev, test = (
+        {one.group for one in load_suite(path, split).records} for split in ("dev", "test")
+    )
     assert (len(dev | test), dev & test) == (9, set())
 
 
@@ -222,7 +283,9 @@ def test_segments_are_merged_and_nothing_is_lost(tmp_path: Path, count: int):
 def test_records_are_drawn_by_seed(tmp_path: Path):
     records = [{**RULER, "outputs": [str(number)]} for number in range(20)]
     suite = load_suite(write(tmp_path / "vt.jsonl", *records))
-    first, again, other = ([item.phase_2[0].answers for item in suite.items(seed, 5, Shape())] for seed in (0, 0, 1))
+    first, again, other = (
+        [item.phase_2[0].answers for item in suite.items(seed, 5, Shape())] for seed in (0, 0, 1)
+    )
     assert first == again != other
     assert len(set(first)) == 5
 
@@ -234,7 +297,11 @@ def test_records_are_drawn_by_seed(tmp_path: Path):
         ("a.json", "{}", "must be a list of records"),
         ("a.json", "[]", "must be a list of records"),
         ("a.jsonl", "3", "must be a list of records"),
-        ("a.jsonl", '{"text": 1}', "fields text is of no known format: RULER has input, outputs; LongBench"),
+        (
+            "a.jsonl",
+            '{"text": 1}',
+            "fields text is of no known format: RULER has input, outputs; LongBench",
+        ),
         ("a.jsonl", '{"input": 5, "outputs": []}', "record 1 cannot be read"),
         ("a.json", json.dumps([HOTPOT, {"question": "?"}]), "record 2 cannot be read: KeyError"),
         (
@@ -243,7 +310,11 @@ def test_records_are_drawn_by_seed(tmp_path: Path):
             "record 1 cannot be read: KeyError 'paragraph",
         ),
         ("a.jsonl", json.dumps({**MTRAG, "input": []}), "record 1 cannot be read: ValueError"),
-        ("a.jsonl", json.dumps({**MTRAG, "input": [{"speaker": "system", "text": "?"}]}), "KeyError 'system'"),
+        (
+            "a.jsonl",
+            json.dumps({**MTRAG, "input": [{"speaker": "system", "text": "?"}]}),
+            "KeyError 'system'",
+        ),
         ("a.json", '{"a": 1}\n{"a"', "not JSON"),
     ],
 )

@@ -35,7 +35,9 @@ def test_answers_follow_from_the_prompt(name: str):
             known = {q.text: q.answer for q in read(text)}
             codes = [f"question : code of {key} ? answer :" for key in question.split()[4:-3]]
             together = question.startswith("question : codes of")
-            assert ask.answers == (tuple(known[code] for code in codes) if together else tuple(known[question].split()))
+            assert ask.answers == (
+                tuple(known[code] for code in codes) if together else tuple(known[question].split())
+            )
             assert len(ask.answers) < ask.max_tokens
             assert set(words(*ask.segments)) <= set(vocabulary.VOCABULARY)
             assert 0.9 * SHAPE.length < len(words(*ask.segments)) < 1.2 * SHAPE.length
@@ -75,7 +77,12 @@ def test_patterns(pattern: str, num_read: int, known: list[bool]):
 
 
 def test_most_questions_need_several_segments():
-    asks = [ask for name in ("ruler", "multihop", "instruction") for item in ITEMS[name] for ask in item.phase_2]
+    asks = [
+        ask
+        for name in ("ruler", "multihop", "instruction")
+        for item in ITEMS[name]
+        for ask in item.phase_2
+    ]
     assert sum(ask.crosses for ask in asks) > 0.9 * len(asks)
 
 
@@ -102,7 +109,10 @@ def test_shapes_that_cannot_be(arguments: dict, message: str):
 def test_suites_are_found_by_name():
     assert [suite.name for suite in find_suites("agents, ruler,agents")] == ["agents", "ruler"]
     assert [suite.name for suite in find_suites("all")] == list(GENERATED)
-    for names, message in (("rules", "unknown suite 'rules': choose from all, ruler"), (" ,", "names none")):
+    for names, message in (
+        ("rules", "unknown suite 'rules': choose from all, ruler"),
+        (" ,", "names none"),
+    ):
         with pytest.raises(ValueError, match=message):
             find_suites(names)
     with pytest.raises(ValueError, match="items must be at least 1, got 0"):

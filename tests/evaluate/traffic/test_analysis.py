@@ -65,17 +65,26 @@ def test_documents_in_another_order_are_grafted_and_continued():
     analysed = analyse(trace(first, second, [*second, text(80)]), ReplaySettings())
     assert stretches(analysed, 0) == [(Origin.NEW, 2482)]
     assert stretches(analysed, 1) == [(Origin.NEW, 50), (Origin.GRAFTED, 1216), (Origin.NEW, 10)]
-    assert stretches(analysed, 2) == [(Origin.PREFIX, 48), (Origin.CONTINUED, 1216), (Origin.NEW, 92)]
+    assert stretches(analysed, 2) == [
+        (Origin.PREFIX, 48),
+        (Origin.CONTINUED, 1216),
+        (Origin.NEW, 92),
+    ]
     plain, chunks = (sides(analysed)[side] for side in (PREFIX_CACHING, CHUNKS))
     assert (plain.prefix, sum(plain.grafted)) == (1264, 0)
-    assert sum(chunks.grafted) == 2 * 2 * 256, "two whole chunks of each document, where it was not a prefix"
+    assert sum(chunks.grafted) == 2 * 2 * 256, (
+        "two whole chunks of each document, where it was not a prefix"
+    )
 
 
 def test_the_depth_of_grafts_is_told():
     a, b, c, d = DOCUMENTS
     # if deep ones may be, b is read behind a graft of a, and c behind one of b
     prompts = ([text(16), a], [text(16), a, b], [text(16), b, c], [text(16), c, d])
-    counts = [sides(analyse(trace(*prompts), ReplaySettings(max_depth=depth)))[KVGRAFT].grafted for depth in range(3)]
+    counts = [
+        sides(analyse(trace(*prompts), ReplaySettings(max_depth=depth)))[KVGRAFT].grafted
+        for depth in range(3)
+    ]
     assert counts == [(1216,), (608, 608), (608, 608, 608)]
 
 
@@ -86,7 +95,14 @@ def test_grafts_of_any_depth_are_found_by_default_and_shown_in_few_groups():
     counts = analysed.largest.sides[KVGRAFT]
     assert len(counts.grafted) == 8, "the last one rests on seven others"
     assert by_depth(counts).startswith("0: ")
-    assert [shown.split(":")[0] for shown in by_depth(counts).split(", ")] == ["0", "1", "2", "3", "4", "5+"]
+    assert [shown.split(":")[0] for shown in by_depth(counts).split(", ")] == [
+        "0",
+        "1",
+        "2",
+        "3",
+        "4",
+        "5+",
+    ]
     assert (depth_limit(analysed.max_depth), depth_limit(4)) == ("any depth", "depth up to 4")
 
 
@@ -95,9 +111,9 @@ def test_near_duplicates_are_told_from_identical_text():
     edited[5::12] = 40001  # eleven tokens in a row at most: less than a block
     prompts = ([text(16), DOCUMENTS[0]], [text(16), edited])
     exact = sides(analyse(trace(*prompts), ReplaySettings()))[KVGRAFT]
-    similar = sides(analyse(trace(*prompts), ReplaySettings(similarity=Similarity(tau=0.05, shingle_tokens=4))))[
-        KVGRAFT
-    ]
+    similar = sides(
+        analyse(trace(*prompts), ReplaySettings(similarity=Similarity(tau=0.05, shingle_tokens=4)))
+    )[KVGRAFT]
     assert exact.known == 0
     assert similar.similar == similar.known > 300
     moved = trace(prompts[0], [text(30), DOCUMENTS[0]])
@@ -117,7 +133,9 @@ def test_a_smaller_pool_finds_less():
 
 
 def test_a_pool_that_no_request_fits_into_is_refused():
-    with pytest.raises(ValueError, match="a pool of 600 tokens: the longest request of this trace needs 624"):
+    with pytest.raises(
+        ValueError, match="a pool of 600 tokens: the longest request of this trace needs 624"
+    ):
         analyse(trace([DOCUMENTS[0], text(1)]), ReplaySettings(), [600])
 
 
@@ -131,7 +149,9 @@ def test_what_is_given_up_in_a_small_pool_is_counted():
 def test_sessions_share_a_cache_unless_told_otherwise():
     prompts = ([text(16), DOCUMENTS[0], text(8)], [text(16), DOCUMENTS[0], text(8)])
     traced = trace(*prompts, sessions=("a", "b"))
-    together, alone = (analyse(traced, ReplaySettings(), per_session=alone) for alone in (False, True))
+    together, alone = (
+        analyse(traced, ReplaySettings(), per_session=alone) for alone in (False, True)
+    )
     assert sides(together)[KVGRAFT].grafted == (608,)
     assert sides(alone)[KVGRAFT].known == 0
     assert [group.name for group in alone.analysis.sessions] == ["a", "b"]
@@ -139,7 +159,9 @@ def test_sessions_share_a_cache_unless_told_otherwise():
 
 
 def test_the_same_trace_gives_the_same_analysis():
-    prompts = [[text(16), *(DOCUMENTS[i] for i in RNG.permutation(4)[:2]), text(40)] for _ in range(8)]
+    prompts = [
+        [text(16), *(DOCUMENTS[i] for i in RNG.permutation(4)[:2]), text(40)] for _ in range(8)
+    ]
     runs = [analyse(trace(*prompts), ReplaySettings(max_depth=1), [1400, None]) for _ in range(2)]
     assert asdict(runs[0].analysis) == asdict(runs[1].analysis)
     assert [stretches(runs[0], i) for i in range(8)] == [stretches(runs[1], i) for i in range(8)]
@@ -162,11 +184,22 @@ def test_an_engine_reports_what_the_replay_says(model_dirs: dict[str, Path]):
         prompt = np.concatenate([RNG.integers(3, 190, 7 * number), *chosen]).astype(np.int32)
         if number % 3 == 2:
             prompt = np.concatenate([asked[-1], prompt[:80]])
-        [result] = engine.generate([Request(prompt.tolist(), sampling=SamplingParams(max_tokens=4, ignore_eos=True))])
-        counts = TokenCounts.of([Stretches.of(replay.ask(prompt, np.array(result.token_ids, np.int32)))])
+        [result] = engine.generate(
+            [Request(prompt.tolist(), sampling=SamplingParams(max_tokens=4, ignore_eos=True))]
+        )
+        counts = TokenCounts.of(
+            [Stretches.of(replay.ask(prompt, np.array(result.token_ids, np.int32)))]
+        )
         report = result.report
-        found = (report.prefix_tokens, report.continued_tokens, report.grafted_tokens, report.fresh_tokens)
-        assert (counts.prefix, counts.continued, sum(counts.grafted), counts.new) == found, f"request {number}"
+        found = (
+            report.prefix_tokens,
+            report.continued_tokens,
+            report.grafted_tokens,
+            report.fresh_tokens,
+        )
+        assert (counts.prefix, counts.continued, sum(counts.grafted), counts.new) == found, (
+            f"request {number}"
+        )
         asked.append(prompt)
 
 
@@ -183,27 +216,37 @@ def test_seconds_are_those_of_computing_token_by_token(seed: int):
             seconds += computed
         elif origin >= Origin.SIMILAR:
             seconds, grafts = seconds + costs.copy_s + WORK * computed, True
-    assert prefill_seconds(Stretches.of(origins), costs) == pytest.approx(seconds + grafts * costs.pass_s)
+    assert prefill_seconds(Stretches.of(origins), costs) == pytest.approx(
+        seconds + grafts * costs.pass_s
+    )
 
 
 def test_seconds_are_told_of_pools_sessions_and_turns_if_there_are_costs():
     costs = Costs(pass_s=0.01, token_s=1e-3, pair_s=1e-7, copy_s=1e-6)
     a, b, c, d = DOCUMENTS
-    traced = trace([text(16), a, b], [text(16), b, a], [text(16), c, d], sessions=("one", "one", "two"))
+    traced = trace(
+        [text(16), a, b], [text(16), b, a], [text(16), c, d], sessions=("one", "one", "two")
+    )
     analysis = analyse(traced, ReplaySettings(costs=costs), [None, 4000]).analysis
     total = analysis.largest.seconds
     assert total is not None
     assert total.full == pytest.approx(sum(0.01 + 1.232 + 1e-7 * 1232 * 1233 / 2 for _ in range(3)))
-    assert total.full >= total.sides[PREFIX_CACHING] > total.sides[CHUNKS] > total.sides[KVGRAFT] > 0
+    assert (
+        total.full >= total.sides[PREFIX_CACHING] > total.sides[CHUNKS] > total.sides[KVGRAFT] > 0
+    )
     assert total.saved(KVGRAFT) == total.full - total.sides[KVGRAFT]
     for groups in (analysis.turns, analysis.sessions):
         parts = [group.seconds for group in groups]
         assert sum(part.full for part in parts if part) == pytest.approx(total.full)
-        assert sum(part.sides[KVGRAFT] for part in parts if part) == pytest.approx(total.sides[KVGRAFT])
+        assert sum(part.sides[KVGRAFT] for part in parts if part) == pytest.approx(
+            total.sides[KVGRAFT]
+        )
     assert all(pool.seconds for pool in analysis.pools)
     unpriced = analyse(traced, ReplaySettings()).analysis
     assert unpriced.costs is None
-    assert [group.seconds for group in (*unpriced.pools, *unpriced.sessions, *unpriced.turns)] == [None] * 5
+    assert [group.seconds for group in (*unpriced.pools, *unpriced.sessions, *unpriced.turns)] == [
+        None
+    ] * 5
 
 
 def test_chunks_begin_where_messages_do_and_the_least_recently_used_go():
@@ -213,5 +256,9 @@ def test_chunks_begin_where_messages_do_and_the_least_recently_used_go():
     assert set(chunks.ask(prompt, at, fresh).tolist()) == {Origin.NEW}
     found = chunks.ask(prompt, at, fresh)
     assert np.flatnonzero(found == Origin.GRAFTED).tolist() == list(range(16, 528))
-    assert set(chunks.ask(prompt, np.array([0, 17]), fresh).tolist()) == {Origin.NEW}, "cut in another place"
-    assert set(chunks.ask(prompt, at, fresh).tolist()) == {Origin.NEW}, "two others took their place"
+    assert set(chunks.ask(prompt, np.array([0, 17]), fresh).tolist()) == {Origin.NEW}, (
+        "cut in another place"
+    )
+    assert set(chunks.ask(prompt, at, fresh).tolist()) == {Origin.NEW}, (
+        "two others took their place"
+    )

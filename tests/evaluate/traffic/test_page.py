@@ -43,7 +43,13 @@ def made_trace() -> RequestTrace:
 def opened(page: Page, analysed: Analysed, tmp_path: Path, request: pytest.FixtureRequest) -> Page:
     path = tmp_path / "page.html"
     path.write_text(render_page(analysed), encoding="utf-8")
-    page.command("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
+    page.command(
+        "Network.emulateNetworkConditions",
+        offline=True,
+        latency=0,
+        downloadThroughput=0,
+        uploadThroughput=0,
+    )
     page.open(path.as_uri(), key=None, dark=getattr(request, "param", False))
     page.wait_until("document.querySelectorAll('canvas').length > 0")
     return page
@@ -51,12 +57,14 @@ def opened(page: Page, analysed: Analysed, tmp_path: Path, request: pytest.Fixtu
 
 @pytest.mark.parametrize("opened", [False, True], indirect=True)
 def test_the_page_shows_every_session_and_side(opened: Page):
-    assert opened.evaluate("[...document.querySelectorAll('#sides tr')].map(row => row.cells[0].textContent)") == [
-        *SIDES
-    ]
+    assert opened.evaluate(
+        "[...document.querySelectorAll('#sides tr')].map(row => row.cells[0].textContent)"
+    ) == [*SIDES]
     assert opened.evaluate("document.querySelectorAll('#turns tr').length") == 2
     assert opened.evaluate("document.querySelectorAll('#pools tr').length") == 2
-    assert opened.evaluate("[...document.querySelectorAll('h3')].map(name => name.textContent)") == ["one", EVIL]
+    assert opened.evaluate(
+        "[...document.querySelectorAll('h3')].map(name => name.textContent)"
+    ) == ["one", EVIL]
     pixels = "canvas.getContext('2d').getImageData(0, 4, canvas.width, 1).data"
     drawn = f"[...document.querySelectorAll('canvas')].map(canvas => new Set({pixels}).size > 2)"
     assert opened.evaluate(drawn) == [True, True]
@@ -72,13 +80,16 @@ def test_seconds_are_shown_of_all_prompts_and_by_session(page: Page, tmp_path: P
     page.wait_until("document.querySelectorAll('canvas').length > 0")
     assert page.evaluate("document.getElementById('seconds-part').hidden") is False
     cells = page.evaluate(
-        "[...document.querySelectorAll('#seconds tr')].map(r => [...r.cells].map(c => c.textContent))"
+        "[...document.querySelectorAll('#seconds tr')].map(r => [...r.cells].map(c => "
+        "c.textContent))"
     )
     assert [row[0] for row in cells] == ["all prompts", "one", EVIL]
     total = analysed.analysis.largest.seconds
     assert total is not None
     numbers = [float(text) for text in cells[0][1:]]
-    assert numbers == pytest.approx([total.full, *total.sides.values(), total.saved(KVGRAFT)], rel=0.01)
+    assert numbers == pytest.approx(
+        [total.full, *total.sides.values(), total.saved(KVGRAFT)], rel=0.01
+    )
     assert numbers[-1] > 0
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(render(analysed.analysis))
@@ -95,11 +106,19 @@ def test_what_is_pointed_at_is_told(opened: Page, analysed: Analysed):
     told = opened.evaluate(f"({point})(3)")
     assert told.startswith("Request 1 of 1, 656 tokens: tokens 16 to 654 are grafted at depth 0.")
     opened.evaluate("document.querySelectorAll('#sides tr')[0].click()")
-    assert "tokens 0 to 655 are new" in opened.evaluate(f"({point})(3)"), "prefix caching alone finds nothing of it"
+    assert "tokens 0 to 655 are new" in opened.evaluate(f"({point})(3)"), (
+        "prefix caching alone finds nothing of it"
+    )
 
 
 def test_the_page_fits_a_phone(opened: Page):
-    opened.command("Emulation.setDeviceMetricsOverride", width=400, height=800, deviceScaleFactor=1, mobile=False)
+    opened.command(
+        "Emulation.setDeviceMetricsOverride",
+        width=400,
+        height=800,
+        deviceScaleFactor=1,
+        mobile=False,
+    )
     assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
@@ -116,7 +135,13 @@ def test_the_tables_fit_a_terminal_and_say_what_was_skipped(analysed: Analysed):
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(render(analysed.analysis))
     text = console.export_text()
-    for name in (*SIDES, "unlimited", "1,500", "lines skipped: 1; the first: a.jsonl, line 3", "words"):
+    for name in (
+        *SIDES,
+        "unlimited",
+        "1,500",
+        "lines skipped: 1; the first: a.jsonl, line 3",
+        "words",
+    ):
         assert name in text
     assert "…" not in text, "nothing is cut off"
     assert EVIL[:9] in text, "a name is no markup of the terminal's"

@@ -11,7 +11,10 @@ from kvgraft.evaluate.traffic.tokens import WordPieces, open_tokens
 from kvgraft.evaluate.traffic.trace import RequestTrace, read_trace
 from kvgraft.testbed import MODEL_DIR
 
-MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the code of lamp is 42 ."}]
+MESSAGES = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "the code of lamp is 42 ."},
+]
 BODY = {"model": "m", "messages": MESSAGES}
 TEXT = "the code of lamp is 42 . the old river slept ."
 
@@ -20,7 +23,9 @@ def write(directory: Path, name: str, *lines: Any) -> Path:
     """A file of JSON lines; strings that are no JSON are written as they are."""
     path = directory / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     return path
 
 
@@ -33,7 +38,9 @@ def tokens(path: Path) -> list[list[int]]:
 
 
 def test_bodies_are_read_bare_and_under_a_key_with_text_and_with_parts(tmp_path: Path):
-    parts = [{"role": m["role"], "content": [{"type": "text", "text": m["content"]}]} for m in MESSAGES]
+    parts = [
+        {"role": m["role"], "content": [{"type": "text", "text": m["content"]}]} for m in MESSAGES
+    ]
     bare = tokens(write(tmp_path, "bare.jsonl", BODY))
     assert bare == tokens(write(tmp_path, "under.jsonl", {"type": "request", "body": BODY}))
     assert bare == tokens(write(tmp_path, "parts.jsonl", {"messages": parts}))
@@ -53,12 +60,18 @@ def test_prompts_are_texts_token_ids_and_batches_of_them(tmp_path: Path):
 
 
 def test_tools_and_tool_calls_are_part_of_the_prompt(tmp_path: Path):
-    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "lamp"}'}}
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "look", "arguments": '{"at": "lamp"}'},
+    }
     turn = {"role": "assistant", "content": None, "tool_calls": [call]}
     tool = {"type": "function", "function": {"name": "look", "description": "looks"}}
     lengths = [
         len(tokens(write(tmp_path, f"{number}.jsonl", body))[0])
-        for number, body in enumerate((BODY, {"messages": [*MESSAGES, turn]}, {**BODY, "tools": [tool]}))
+        for number, body in enumerate(
+            (BODY, {"messages": [*MESSAGES, turn]}, {**BODY, "tools": [tool]})
+        )
     ]
     assert lengths[0] < min(lengths[1:])
 
@@ -75,17 +88,26 @@ def test_a_trace_of_blocks_says_which_beginnings_are_equal(tmp_path: Path):
     assert (len(first), len(second)) == (700, 1100)
     assert (first[:512] == second[:512]).all()
     assert not set(first[512:].tolist()) & set(second[512:1024].tolist())
-    assert len({*first.tolist(), *second.tolist()}) == 700 + 1100 - 512 - 76, "76 are of block 7 in both"
+    assert len({*first.tolist(), *second.tolist()}) == 700 + 1100 - 512 - 76, (
+        "76 are of block 7 in both"
+    )
 
 
 @pytest.mark.parametrize("old", [True, False])
 def test_a_log_of_vllm_is_read(tmp_path: Path, old: bool):
-    prefix, prompt = "(APIServer pid=7) DEBUG 11-22 14:00:01 [request_logger.py:50] ", 'it\'s the "lamp"\n'
+    prefix, prompt = (
+        "(APIServer pid=7) DEBUG 11-22 14:00:01 [request_logger.py:50] ",
+        'it\'s the "lamp"\n',
+    )
     params = "SamplingParams(n=1, stop=[', prompt_token_ids: '])"
     with_ids, with_text = (
-        f"Received request {name}: prompt: {prompt!r}, params: {params}, prompt_token_ids: {ids}, lora_request: None."
+        f"Received request {name}: prompt: {prompt!r}, params: {params}, prompt_token_ids: {ids}, "
+        "lora_request: None."
         if old
-        else f"Request {name} details: prompt: {prompt!r}, prompt_token_ids: {ids}, prompt_embeds shape: None."
+        else (
+            f"Request {name} details: prompt: {prompt!r}, prompt_token_ids: {ids}, prompt_embeds "
+            "shape: None."
+        )
         for name, ids in (("cmpl-1", [5, 6, 7]), ("cmpl-2", None))
     )
     told = f"Received request cmpl-1: params: {params}, lora_request: None."
@@ -107,7 +129,9 @@ def test_an_array_has_a_request_an_item(tmp_path: Path, name: str, indent: int |
     path.write_text(json.dumps(items, indent=indent))
     lines = write(tmp_path, "lines.jsonl", *map(json.dumps, items))
     found, expected = read(path).requests, read(lines).requests
-    assert [request.tokens.tolist() for request in found] == [request.tokens.tolist() for request in expected]
+    assert [request.tokens.tolist() for request in found] == [
+        request.tokens.tolist() for request in expected
+    ]
     assert {request.session for request in found} == {"u", name}
 
 
@@ -125,9 +149,18 @@ NO_REQUESTS = {
     "cut.json": (json.dumps([BODY, BODY])[:-5], "is not JSON"),
     "cut.txt": (json.dumps([BODY, BODY], indent=2)[:-5], "is not JSON"),
     "number.json": ("42", "a line is an OpenAI request body"),
-    "proxy.log": ('10.0.0.1 - - [27/Nov/2026] "POST /v1/completions HTTP/1.1" 200 12\n', "this log has no request"),
-    "vllm.txt": ("(APIServer pid=7) INFO 11-27 15:23:44 [launcher.py:38] Route: /health\n", "this log has no request"),
-    "vllm.out": ('INFO:     127.0.0.1:1 - "POST /v1/completions HTTP/1.1" 200 OK\n', "this log has no request"),
+    "proxy.log": (
+        '10.0.0.1 - - [27/Nov/2026] "POST /v1/completions HTTP/1.1" 200 12\n',
+        "this log has no request",
+    ),
+    "vllm.txt": (
+        "(APIServer pid=7) INFO 11-27 15:23:44 [launcher.py:38] Route: /health\n",
+        "this log has no request",
+    ),
+    "vllm.out": (
+        'INFO:     127.0.0.1:1 - "POST /v1/completions HTTP/1.1" 200 OK\n',
+        "this log has no request",
+    ),
 }
 
 
@@ -142,7 +175,11 @@ def test_a_file_that_holds_no_request_is_refused(tmp_path: Path, name: str):
 
 
 def test_a_log_without_prompts_says_how_to_get_them(tmp_path: Path):
-    path = write(tmp_path, "server.log", "INFO Received request a: params: SamplingParams(), lora_request: None.")
+    path = write(
+        tmp_path,
+        "server.log",
+        "INFO Received request a: params: SamplingParams(), lora_request: None.",
+    )
     with pytest.raises(ValueError, match=r"server\.log, line 1: .*VLLM_LOGGING_LEVEL=DEBUG"):
         read(path)
 
@@ -168,7 +205,9 @@ BAD = {
     '{"messages": [], "prompt": ""}': "the request has both",
     '{"messages": []}': "must be a list of messages",
     '{"messages": [{"content": "a"}]}': 'must be an object with a "role"',
-    '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': 'type "image_url": only text',
+    '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': (
+        'type "image_url": only text'
+    ),
     '{"prompt": [1, -2]}': "must be a string, token ids",
     '{"prompt": ""}': "the prompt has no tokens",
     '{"prompt": "a", "timestamp": "noon"}': 'timestamp is "noon"',
@@ -176,7 +215,9 @@ BAD = {
     "[1, 2]": "a line is an OpenAI request body",
     json.dumps({**BLOCKS, "input_length": 0}): "Expected `int` >= 1 - at `$.input_length`",
     json.dumps({**BLOCKS, "hash_ids": [1 << 22]}): "Expected `int` <= 4194303 - at `$.hash_ids[0]`",
-    json.dumps({**BLOCKS, "input_length": 1025}): '"hash_ids" are 2, must be 3: one for each 512 tokens',
+    json.dumps(
+        {**BLOCKS, "input_length": 1025}
+    ): '"hash_ids" are 2, must be 3: one for each 512 tokens',
 }
 
 
@@ -216,12 +257,16 @@ def test_sessions_are_those_of_the_fields_or_else_the_files(tmp_path: Path):
     assert len(trace.by_session()["one"]) == 2, "texts beside each other are one session"
     assert [path.name for path in trace.left_out] == ["README.md"]
     other = write(tmp_path, "two/a.jsonl", BODY)
-    assert len(read(tmp_path / "one" / "a.jsonl", other).by_session()) == 5, "files of one name are two sessions"
+    assert len(read(tmp_path / "one" / "a.jsonl", other).by_session()) == 5, (
+        "files of one name are two sessions"
+    )
 
 
 def test_requests_go_by_time_or_take_turns(tmp_path: Path):
     def lines(name: str, *times: object) -> list[dict[str, Any]]:
-        return [{"prompt": f"{name} {number}", "timestamp": time} for number, time in enumerate(times)]
+        return [
+            {"prompt": f"{name} {number}", "timestamp": time} for number, time in enumerate(times)
+        ]
 
     early, late = "2026-04-18T00:00:00Z", "2026-04-18T02:00:00+01:00"
     write(tmp_path, "a.jsonl", *lines("a", late, None))
@@ -234,7 +279,11 @@ def test_requests_go_by_time_or_take_turns(tmp_path: Path):
     write(tmp_path, "a.jsonl", *lines("a", late))
     timed = read(tmp_path)
     assert timed.by_time
-    assert [(r.session, r.turn) for r in timed.requests] == [("b.jsonl", 1), ("b.jsonl", 2), ("a.jsonl", 1)]
+    assert [(r.session, r.turn) for r in timed.requests] == [
+        ("b.jsonl", 1),
+        ("b.jsonl", 2),
+        ("a.jsonl", 1),
+    ]
 
 
 def test_a_model_reads_a_conversation_as_its_server_would(tmp_path: Path):
@@ -244,12 +293,16 @@ def test_a_model_reads_a_conversation_as_its_server_would(tmp_path: Path):
     text = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert request.tokens.tolist() == tokenizer.encode(text, add_special_tokens=False)
     roles = tokenizer.convert_tokens_to_ids(["<system>", "<user>", "<assistant>"])
-    assert request.tokens[request.segments].tolist() == roles, "messages begin where their role is named"
+    assert request.tokens[request.segments].tolist() == roles, (
+        "messages begin where their role is named"
+    )
     refused = write(tmp_path, "b.jsonl", {"messages": [{"role": "judge", "content": "a"}]})
     with pytest.raises(ValueError, match="refuses the messages: unknown role judge"):
         read_trace([refused], reader)
 
 
 def test_words_that_a_tokenizer_does_not_know_are_counted(tmp_path: Path):
-    trace = read_trace([write(tmp_path, "a.jsonl", {"prompt": "the code of zyx is 42"})], open_tokens(MODEL_DIR))
+    trace = read_trace(
+        [write(tmp_path, "a.jsonl", {"prompt": "the code of zyx is 42"})], open_tokens(MODEL_DIR)
+    )
     assert trace.num_unknown == 1

@@ -1,4 +1,5 @@
-"""The true KL of what is reused: nothing where all is computed, something where the context was another."""
+"""The true KL of what is reused: nothing where all is computed, something where the context was
+another."""
 
 from collections.abc import Sequence
 
@@ -16,7 +17,9 @@ from kvgraft.testbed import MODEL_DIR
 from research.cross_query.boundary import EDGE, Seen, Truth, Watched
 from research.cross_query.proposals import Proposer
 
-PAGE = "the old river slept . the paint of bell is grey . the quiet road waited near the hill . " * 4
+PAGE = (
+    "the old river slept . the paint of bell is grey . the quiet road waited near the hill . " * 4
+)
 QUESTION = "question : note of bell ? answer :"
 
 
@@ -27,14 +30,19 @@ def engine() -> Engine:
     return engine
 
 
-def send(engine: Engine, parts: Sequence[Part], policy: Policy, *, remember: bool = False, name: str = "") -> Result:
+def send(
+    engine: Engine, parts: Sequence[Part], policy: Policy, *, remember: bool = False, name: str = ""
+) -> Result:
     sampling = SamplingParams(max_tokens=1)
-    request = Request(parts, policy, sampling, name or "default", remember=remember, return_logits=True)
+    request = Request(
+        parts, policy, sampling, name or "default", remember=remember, return_logits=True
+    )
     return engine.generate([request])[0]
 
 
 def watch(engine: Engine, policy: Policy) -> tuple[Seen, torch.Tensor]:
-    """What is seen where another note stands before the page, and the truth at its boundary and its last token."""
+    """What is seen where another note stands before the page, and the truth at its boundary and its
+    last token."""
     parts, seen = ["note grey means 51 . ", Segment(PAGE), QUESTION], Seen()
     send(engine, parts, Watched(policy, seen))
     where = seen.edges.clone()
@@ -70,7 +78,9 @@ def test_boundary_tokens_are_seen_before_and_after_the_probe(engine: Engine):
     assert float(kl_divergence(truth[:-1], seen.trusting).max()) > 1e-5
 
 
-@pytest.mark.parametrize("policy", [Similar(), Transitive(), Naive()], ids=lambda policy: policy.name)
+@pytest.mark.parametrize(
+    "policy", [Similar(), Transitive(), Naive()], ids=lambda policy: policy.name
+)
 def test_watching_changes_nothing(engine: Engine, policy: Policy):
     parts = ["note grey means 51 . ", Segment(PAGE), QUESTION]
     plain, watched = send(engine, parts, policy), send(engine, parts, Watched(policy))

@@ -20,7 +20,14 @@ EPISODES = tuple(episode for suite in SUITES for episode in make_episodes(suite,
 VARIATIONS = (
     Variation(),
     Variation(order="newest", edit_rate=0.05, changed_notes=1.0),
-    Variation(edit_rate=0, changed_notes=0, counter=False, relabel=False, retrieve_tools=False, num_passages=1),
+    Variation(
+        edit_rate=0,
+        changed_notes=0,
+        counter=False,
+        relabel=False,
+        retrieve_tools=False,
+        num_passages=1,
+    ),
     Variation(num_passages=8, passage_words=(40, 100)),
 )
 
@@ -38,7 +45,9 @@ def words(parts: Sequence[Part]) -> list[str]:
 
 
 def named(suite: str, task: str) -> Episode:
-    return next(episode for episode in EPISODES if episode.suite == suite and episode.plan.task == task)
+    return next(
+        episode for episode in EPISODES if episode.suite == suite and episode.plan.task == task
+    )
 
 
 @pytest.mark.parametrize("variation", VARIATIONS, ids=str)
@@ -66,7 +75,11 @@ def test_what_prompts_hold_beside_passages_is_what_the_limit_of_their_length_ass
         computed = len(episode.plan.variables)
         assert len(episode.plan.steps) - computed <= MAX_SEARCHES
         parts = episode.prompt(right_answers(episode)[:-1]).parts
-        passages = [part.text for part, before in zip(parts[1:], parts, strict=False) if str(before).startswith("doc ")]
+        passages = [
+            part.text
+            for part, before in zip(parts[1:], parts, strict=False)
+            if str(before).startswith("doc ")
+        ]
         found = sorted(len(passage.split()) for passage in passages)[computed:]
         assert max(found) + 3 <= episode.variation.passage_words[1] + ROOM_AROUND
         assert len(words(parts)) - sum(found) <= ROOM_BESIDE
@@ -75,7 +88,9 @@ def test_what_prompts_hold_beside_passages_is_what_the_limit_of_their_length_ass
 def test_equal_arguments_give_equal_episodes():
     again = tuple(episode for suite in SUITES for episode in make_episodes(suite, 3, 12))
     assert [episode.plan for episode in again] == [episode.plan for episode in EPISODES]
-    assert [e.prompt(right_answers(e)[:1]) for e in again] == [e.prompt(right_answers(e)[:1]) for e in EPISODES]
+    assert [e.prompt(right_answers(e)[:1]) for e in again] == [
+        e.prompt(right_answers(e)[:1]) for e in EPISODES
+    ]
     assert make_episodes("qa", 2, 12)[0].plan != EPISODES[0].plan
 
 
@@ -84,7 +99,9 @@ def test_more_episodes_do_not_change_the_first():
 
 
 def test_variation_leaves_the_tasks_as_they_are():
-    others = make_episodes("qa", 3, 12, Variation(edit_rate=0.1, order="newest", counter=False, num_passages=2))
+    others = make_episodes(
+        "qa", 3, 12, Variation(edit_rate=0.1, order="newest", counter=False, num_passages=2)
+    )
     for episode, other in zip(EPISODES, others, strict=False):
         assert episode.plan == other.plan
 
@@ -116,7 +133,10 @@ def test_a_page_of_facts_alone_is_not_edited():
 def test_pages_are_found_again_with_small_differences():
     one, other = (make_episodes("qa", 3, 2, Variation(edit_rate=0.02))[number] for number in (0, 1))
     [key] = one.plan.steps[0].action.split()[1:]
-    found = [{frozenset(tasks.read([text])): text for text in e.call(f"search {key}")} for e in (one, other)]
+    found = [
+        {frozenset(tasks.read([text])): text for text in e.call(f"search {key}")}
+        for e in (one, other)
+    ]
     shared = found[0].keys() & found[1].keys()
     assert shared
     assert any(found[0][fact] != found[1][fact] for fact in shared)
@@ -128,11 +148,14 @@ def test_the_scratchpad_is_sent_again_in_another_order_with_other_labels():
     answers = right_answers(episode)
     first, second = (episode.prompt(answers[:number]).parts for number in (1, 2))
     assert first[0] != second[0]  # the counter
-    segments = [[part.text for part in parts if isinstance(part, Segment)] for parts in (first, second)]
+    segments = [
+        [part.text for part in parts if isinstance(part, Segment)] for parts in (first, second)
+    ]
     assert segments[0][: NUM_TOOLS + 1] != segments[1][: NUM_TOOLS + 1]
     assert segments[0][NUM_TOOLS:] == segments[1][NUM_TOOLS : len(segments[0])]
     labels = [
-        [part for part in parts if isinstance(part, str) and part.startswith("doc ")] for parts in (first, second)
+        [part for part in parts if isinstance(part, str) and part.startswith("doc ")]
+        for parts in (first, second)
     ]
     assert labels[0] != labels[1][: len(labels[0])]
 
@@ -159,8 +182,10 @@ def test_a_wrong_answer_leads_to_another_page():
 
 
 REFUSED = (
-    "search 42", "search", "search abel bell", "mirror turin", "tent 42", "stamp ?", "box oslo", "brush abel",
-    "flag 10", "wheel 42", "wheel 42 with abel", "wheel 42 by 12", "wheel 90 with 90", "wheel 90 from 12", "clock abel",
+    "search 42", "search", "search abel bell", "mirror turin", "tent 42", "stamp ?", "box oslo",
+    "brush abel",
+    "flag 10", "wheel 42", "wheel 42 with abel", "wheel 42 by 12", "wheel 90 with 90",
+    "wheel 90 from 12", "clock abel",
     "coin", "compass 42",
 )  # fmt: skip
 
@@ -178,7 +203,9 @@ def test_errors_are_observed_and_the_episode_goes_on():
     episode = named("tools", "convert")
     prompt = episode.prompt(["?", "amber"])
     assert prompt.observation.error
-    assert prompt.observation.passages[0].endswith((" , given ? with amber .", " , given amber from ? ."))
+    assert prompt.observation.passages[0].endswith(
+        (" , given ? with amber .", " , given amber from ? .")
+    )
     assert prompt.expected == ""
     assert episode.prompt(["?", "amber", "?"]).observation.error
 

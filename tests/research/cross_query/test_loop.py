@@ -55,7 +55,9 @@ def test_a_wrong_reader_fails_to_the_end():
 def test_what_the_engine_cannot_answer_is_an_error():
     [episode] = make_episodes("qa", 7, 1)
     with pytest.raises(ValueError, match="step 0 of qa/7/0 cannot be answered: too long"):
-        run_episode(lambda parts, number: Result("", [], "error", Report(), error="too long"), episode)
+        run_episode(
+            lambda parts, number: Result("", [], "error", Report(), error="too long"), episode
+        )
 
 
 @pytest.mark.parametrize("suite", SUITES)
@@ -64,7 +66,10 @@ def test_the_bundled_model_solves_episodes(engine: Engine, suite: str):
     for episode in make_episodes(suite, 8, 1, SHORT):
         result = run_episode(ask_engine(engine, "full"), episode)
         assert result.success, result
-        assert all(step.result is not None and step.result.report.prompt_tokens > 200 for step in result.steps)
+        assert all(
+            step.result is not None and step.result.report.prompt_tokens > 200
+            for step in result.steps
+        )
 
 
 def test_later_steps_reuse_what_earlier_ones_read(engine: Engine):
@@ -81,6 +86,9 @@ def test_sampling_is_the_paper_s_and_repeats(engine: Engine):
     sampling = cross_query.paper_sampling(5)
     assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.2, 0.95, 5)
     [episode] = make_episodes("qa", 8, 1, SHORT)
-    one, other = (run_episode(ask_engine(engine, "full", cross_query.paper_sampling(5)), episode) for _ in range(2))
+    one, other = (
+        run_episode(ask_engine(engine, "full", cross_query.paper_sampling(5)), episode)
+        for _ in range(2)
+    )
     assert one == other
     assert cross_query.GREEDY.temperature == 0

@@ -27,9 +27,20 @@ def settings(conditions: str, **changed: object) -> ExperimentSettings:
 
 def test_an_interrupted_run_goes_on(tmp_path: Path):
     done: list[tuple[int, int]] = []
-    rows = run(settings("none,similar"), MODEL_DIR, tmp_path, lambda *step: done.append(step), dtype="float32")
+    rows = run(
+        settings("none,similar"),
+        MODEL_DIR,
+        tmp_path,
+        lambda *step: done.append(step),
+        dtype="float32",
+    )
     assert done == [(1, 1)]
-    assert [(row.condition, row.step) for row in rows] == [("none", 0), ("none", 1), ("similar", 0), ("similar", 1)]
+    assert [(row.condition, row.step) for row in rows] == [
+        ("none", 0),
+        ("none", 1),
+        ("similar", 0),
+        ("similar", 1),
+    ]
     assert all(row.success and row.right for row in rows)
     assert [row.last for row in rows] == [False, True, False, True]
     assert rows[3].grafted > 0 == rows[1].grafted
@@ -45,7 +56,9 @@ def test_an_interrupted_run_goes_on(tmp_path: Path):
     assert (tmp_path / ROWS).read_bytes().startswith(whole[: whole[:-40].rfind(b"\n") + 1])
     more = run(settings("none,similar,prefix"), MODEL_DIR, tmp_path, dtype="float32")
     assert len(more) == len(rows) + 2 == len(read_rows(tmp_path))
-    with pytest.raises(ValueError, match=r"other settings \(num_pages was 512, is 640\): choose another directory"):
+    with pytest.raises(
+        ValueError, match=r"other settings \(num_pages was 512, is 640\): choose another directory"
+    ):
         run(settings("none", num_pages=640), MODEL_DIR, tmp_path, dtype="float32")
 
 
@@ -65,11 +78,16 @@ def test_impossible_settings_are_refused(changed: dict[str, object], message: st
         settings("none", **changed)
 
 
-def test_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_commands(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(
         "kvgraft.segments.index.os.urandom", lambda count: b"d" * count
     )  # what LSH proposes hangs on it
-    out, common = tmp_path / "out", ["--suite", "qa", "--seeds", "8", "--episodes", "1", "--pages", "512"]
+    out, common = (
+        tmp_path / "out",
+        ["--suite", "qa", "--seeds", "8", "--episodes", "1", "--pages", "512"],
+    )
     arguments = ["run", *common, "--conditions", "none,similar", "--out", str(out)]
     assert command(app, [*arguments, "--json"]) == 0
     found = {one["condition"]: one for one in json.loads(capsys.readouterr().out)}
@@ -105,13 +123,18 @@ def test_stability(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     [
         (["run", "--suite", "chess"], "unknown suite 'chess': choose from qa, tools"),
         (["run", "--conditions", "magic"], "unknown condition 'magic': choose from main"),
-        (["run", "--seeds", "1;2"], "seeds must be numbers or ranges (0-4), separated by commas, got '1;2'"),
+        (
+            ["run", "--seeds", "1;2"],
+            "seeds must be numbers or ranges (0-4), separated by commas, got '1;2'",
+        ),
         (["run", "--sampling", "hot"], "unknown sampling 'hot'"),
         (["kl", "--variation", "odd"], "unknown variation 'odd'"),
         (["stability", "--reruns", "1"], "--reruns must be at least 2, got 1"),
         (["verdicts", "nowhere"], "nowhere holds no experiment"),
     ],
 )
-def test_wrong_names_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
+def test_wrong_names_are_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+):
     assert command(app, [*arguments]) == 2
     assert message in capsys.readouterr().err

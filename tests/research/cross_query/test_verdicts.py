@@ -11,7 +11,12 @@ from kvgraft.engine.config import load_config
 from kvgraft.testbed import MODEL_DIR
 from research.cross_query.divergence import DivergenceRow, MovedSegment
 from research.cross_query.figures import summarise
-from research.cross_query.hypotheses import judge_boundaries, judge_fallbacks, judge_retrieval, judge_speed
+from research.cross_query.hypotheses import (
+    judge_boundaries,
+    judge_fallbacks,
+    judge_retrieval,
+    judge_speed,
+)
 from research.cross_query.numerics import judge_reindexing
 from research.cross_query.proposals import Proposal
 from research.cross_query.reruns import RerunStability, compare
@@ -20,19 +25,33 @@ from research.cross_query.tables import render_reruns
 from research.cross_query.verdict import FAILS, HOLDS, UNDECIDED, judge
 
 ROW = StepRow(
-    suite="qa", variation="plain", seed=0, episode=0, step=0, condition="none", round=0, task="sum", expected="42",
-    answer="42", right=True, error=False, last=True, success=True, prompt=100, prefix=0, grafted=0, recomputed=0,
-    fresh=100, matched=0, computed=1.0, flops=1000, ttft_s=0.9, seconds=1.0, stages={}, rejected=0, probed_segments=0,
+    suite="qa", variation="plain", seed=0, episode=0, step=0, condition="none", round=0, task="sum",
+    expected="42",
+    answer="42", right=True, error=False, last=True, success=True, prompt=100, prefix=0, grafted=0,
+    recomputed=0,
+    fresh=100, matched=0, computed=1.0, flops=1000, ttft_s=0.9, seconds=1.0, stages={}, rejected=0,
+    probed_segments=0,
     rejected_segments=0, restored_blocks=0, fallback=None,
 )  # fmt: skip
 SEGMENT = MovedSegment(0, 100, 84, True, 0.01, 0.02, 0.02, 0.05)
-STEP = DivergenceRow("qa", "plain", 0, 0, 0, "similar", True, True, 0.1, 0.3, True, True, (SEGMENT,), (), 100, 60)
+STEP = DivergenceRow(
+    "qa", "plain", 0, 0, 0, "similar", True, True, 0.1, 0.3, True, True, (SEGMENT,), (), 100, 60
+)
 
 
-def rows(condition: str, seconds: float, lost: int = 0, seeds: int = 4, episodes: int = 100) -> list[StepRow]:
+def rows(
+    condition: str, seconds: float, lost: int = 0, seeds: int = 4, episodes: int = 100
+) -> list[StepRow]:
     """Episodes of one step, of which the first `lost` of every seed fail."""
     return [
-        replace(ROW, condition=condition, seed=seed, episode=n, seconds=seconds * (1 + n % 3), success=n >= lost)
+        replace(
+            ROW,
+            condition=condition,
+            seed=seed,
+            episode=n,
+            seconds=seconds * (1 + n % 3),
+            success=n >= lost,
+        )
         for seed in range(seeds)
         for n in range(episodes)
     ]
@@ -45,7 +64,8 @@ def test_h1_on_known_ratios():
     assert latency.details["at most 0.5"] == HOLDS
     assert isnan(float(latency.details["against prefix"]))
     assert (success.value, success.verdict) == (0, HOLDS)
-    assert success.low == pytest.approx(-(1.96**2) / (400 + 1.96**2), abs=1e-5)  # Wilson, none lost of 400
+    # Wilson, none lost of 400
+    assert success.low == pytest.approx(-(1.96**2) / (400 + 1.96**2), abs=1e-5)
     slow, worse = judge_speed([*rows("none", 1.0), *rows("similar", 0.9, lost=5)])
     assert (slow.value, slow.verdict) == (pytest.approx(0.9), FAILS)
     assert (worse.value, worse.verdict) == (-0.05, FAILS)
@@ -56,9 +76,15 @@ def test_h1_on_known_ratios():
 
 
 def test_p_is_corrected_for_the_number_of_conditions():
-    conditions = [*rows("similar", 1.0, lost=2), *rows("transitive", 1.0, lost=1), *rows("prefix", 1.0)]
+    conditions = [
+        *rows("similar", 1.0, lost=2),
+        *rows("transitive", 1.0, lost=1),
+        *rows("prefix", 1.0),
+    ]
     found = judge_speed([*rows("none", 1.0), *conditions])
-    plain, corrected = ([one.details[name] for one in found[1::2]] for name in ("McNemar p", "McNemar p, Holm"))
+    plain, corrected = (
+        [one.details[name] for one in found[1::2]] for name in ("McNemar p", "McNemar p, Holm")
+    )
     assert plain == pytest.approx([2 / 2**8, 2 / 2**4, 1])  # 8, 4 and 0 lost
     assert corrected == pytest.approx([3 * 2 / 2**8, 2 * 2 / 2**4, 1])
 
@@ -71,7 +97,9 @@ def test_an_interval_decides_when_it_is_whole_on_one_side_of_a_bar():
 
 def test_figures_count_whole_episodes_only():
     half = replace(ROW, condition="similar", last=False)
-    reused = replace(ROW, condition="similar", episode=1, grafted=60, fresh=40, flops=250, seconds=0.25)
+    reused = replace(
+        ROW, condition="similar", episode=1, grafted=60, fresh=40, flops=250, seconds=0.25
+    )
     none, similar = summarise([ROW, replace(ROW, episode=1), half, reused])
     assert (none.episodes, none.faster, none.flops) == (2, 1, 1)
     assert (similar.episodes, similar.grafted, similar.flops, similar.faster) == (1, 0.6, 0.25, 4)
@@ -89,7 +117,12 @@ def test_h2_means_accepted_segments():
 
 
 def test_h3_counts_what_is_right_by_alignment_and_by_kl():
-    proposals = (Proposal(0, 64, 0.9, 0.01), Proposal(0, 64, 0.5, 0.3), Proposal(0, 64, 0.4), Proposal(9, 99, 0.8))
+    proposals = (
+        Proposal(0, 64, 0.9, 0.01),
+        Proposal(0, 64, 0.5, 0.3),
+        Proposal(0, 64, 0.4),
+        Proposal(9, 99, 0.8),
+    )
     steps = [replace(STEP, seed=seed, proposals=proposals * 50) for seed in range(4)]
     aligned, near = judge_retrieval([*steps, replace(STEP, condition="similar:halo_tokens=0")])
     assert (aligned.value, aligned.count, aligned.verdict) == (0.75, 800, HOLDS)
@@ -107,13 +140,23 @@ def test_h4_rotations_are_exact_and_fallbacks_are_compared():
     assert (worst.value, worst.verdict) == (pytest.approx((0.2 + 0.2 + 0.7) / 3), HOLDS)
     assert worst.claim == "worst divergence is lower with fallbacks, by nats"
     assert (worst.details["worst, nats"], worst.details["probe off"]) == (0.2, 0.9)
-    every = [*rows("none", 1.0), *rows("similar", 1.0), *rows("similar:probe_tokens=0", 1.0, lost=50)]
+    every = [
+        *rows("none", 1.0),
+        *rows("similar", 1.0),
+        *rows("similar:probe_tokens=0", 1.0, lost=50),
+    ]
     success, _ = judge_fallbacks(every, steps)
-    assert (success.hypothesis, success.verdict, success.details["beyond probe off"]) == ("H4", HOLDS, 0.5)
+    assert (success.hypothesis, success.verdict, success.details["beyond probe off"]) == (
+        "H4",
+        HOLDS,
+        0.5,
+    )
 
 
 def test_reruns_are_compared_by_their_answers():
-    reruns = [replace(ROW, round=n, answer=answer) for n, answer in enumerate(("42", "42", "12", "42"))]
+    reruns = [
+        replace(ROW, round=n, answer=answer) for n, answer in enumerate(("42", "42", "12", "42"))
+    ]
     [one] = compare(reruns)
     assert (one.reruns, one.from_none) == (4, 0)
     assert one.distance == pytest.approx(0.5 * 3 / 6)
@@ -123,8 +166,12 @@ def test_reruns_are_compared_by_their_answers():
 
 
 def test_the_table_of_reruns_fits_80_columns():
-    one = RerunStability("sparsex:shallow=fresh", "adversarial", 300, 10, 0.123, 0.1, 0.2, 0.456, 0.789, 0.975)
+    one = RerunStability(
+        "sparsex:shallow=fresh", "adversarial", 300, 10, 0.123, 0.1, 0.2, 0.456, 0.789, 0.975
+    )
     console = Console(width=80, file=StringIO())
     console.print(render_reruns([one]))
     text = console.file.getvalue()
-    assert all(word in text for word in ("300 x 10", "0.123 ± 0.050", "0.456", "0.789", "success", "0.975"))
+    assert all(
+        word in text for word in ("300 x 10", "0.123 ± 0.050", "0.456", "0.789", "success", "0.975")
+    )

@@ -1,4 +1,5 @@
-"""Multi-InfLLM: who stands for a block, what is always kept, and an exact answer's own tokens where all is."""
+"""Multi-InfLLM: who stands for a block, what is always kept, and an exact answer's own tokens where
+all is."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,10 @@ from research.samkv.infllm import MultiInfLLM, mean_logits
 
 def words(count: int, seed: int) -> str:
     generator = torch.Generator().manual_seed(seed)
-    return " ".join(f"w{token}" for token in torch.randint(3, VOCAB_SIZE - 3, (count,), generator=generator).tolist())
+    return " ".join(
+        f"w{token}"
+        for token in torch.randint(3, VOCAB_SIZE - 3, (count,), generator=generator).tolist()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +36,17 @@ def test_a_token_is_worth_what_those_behind_it_give(window: int):
     found = mean_logits(query, keys, window)
     for token in range(9):
         behind = range(token + 1, min(token + 1 + window, 9))
-        given = [sum(float(query[other, head] @ keys[token, head // 2]) for head in range(4)) for other in behind]
+        given = [
+            sum(float(query[other, head] @ keys[token, head // 2]) for head in range(4))
+            for other in behind
+        ]
         assert float(found[token]) == pytest.approx(sum(given) / max(len(given), 1), abs=1e-4)
 
 
 def test_the_ends_of_the_one_context_are_always_kept():
     policy = MultiInfLLM(block_tokens=8, kept_share=0.0)
-    assert policy.num_kept([100, 80, 60]) == 8 + 12  # one block of the first document, two of the last: 8 and 4 tokens
+    # one block of the first document, two of the last: 8 and 4 tokens
+    assert policy.num_kept([100, 80, 60]) == 8 + 12
     assert policy.num_kept([5]) == 5
     assert policy.num_kept([]) == 0
     assert MultiInfLLM(block_tokens=8).num_kept([1000] * 4) == 600
@@ -47,8 +55,13 @@ def test_the_ends_of_the_one_context_are_always_kept():
 def test_everything_kept_answers_as_any_policy_that_keeps_everything(engine: Engine):
     prompt: list[Part] = [Segment(words(70, 1)), words(5, 2), Segment(words(90, 3)), words(9, 4)]
     sampling = SamplingParams(6, ignore_eos=True)
-    policies = MultiInfLLM(block_tokens=8, kept_share=1.0), Condense(kept_share=1.0, recomputed="none")
-    one, other = (engine.generate([Request(prompt, policy, sampling)])[0].token_ids for policy in policies)
+    policies = (
+        MultiInfLLM(block_tokens=8, kept_share=1.0),
+        Condense(kept_share=1.0, recomputed="none"),
+    )
+    one, other = (
+        engine.generate([Request(prompt, policy, sampling)])[0].token_ids for policy in policies
+    )
     assert one == other
 
 

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV2ForCausalLM, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DeepseekV2ForCausalLM,
+    LlamaForCausalLM,
+)
 
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.testbed import MODEL_DIR, tasks, vocabulary
@@ -35,7 +40,10 @@ def test_labels_are_the_words_that_follow(stage: Stage):
     assert torch.equal(flat[batch.answers + 1], batch.answer_labels)
     ended = torch.tensor([not task for task in batch.answer_tasks])
     assert torch.equal(batch.answer_labels == IDS[vocabulary.END], ended)
-    assert all(int(label) in allowed for label, allowed in zip(batch.answer_labels, batch.allowed, strict=True))
+    assert all(
+        int(label) in allowed
+        for label, allowed in zip(batch.answer_labels, batch.allowed, strict=True)
+    )
     assert batch.positions.max() < make_config().max_position_embeddings
     assert (batch.positions.diff() > 0)[batch.token_ids[:, 1:] > 0].all()
 
@@ -43,7 +51,9 @@ def test_labels_are_the_words_that_follow(stage: Stage):
 def test_resolved_words_are_labelled_with_what_they_mean():
     batch = make_batch(STAGES[2], 8192, (0, 0, 0))
     meanings = {"variable": set(), "theirs": set(), "colour": set()}  # type: ignore[var-annotated]
-    for word, label in zip(words(batch.token_ids.flatten()[batch.resolved]), words(batch.resolved_labels), strict=True):
+    for word, label in zip(
+        words(batch.token_ids.flatten()[batch.resolved]), words(batch.resolved_labels), strict=True
+    ):
         if word in vocabulary.VARIABLES:
             meanings["variable"].add(label in vocabulary.NUMBERS)
         elif word in vocabulary.COLOURS:
@@ -70,11 +80,14 @@ def test_the_starting_weights_look_back_and_match_keys():
     model.set_attn_implementation("eager")
     mimetic.initialise(model, seed=0)
     facts = [
-        f"the code of {thing} is {number} ." for thing, number in zip(vocabulary.THINGS, range(10, 18), strict=False)
+        f"the code of {thing} is {number} ."
+        for thing, number in zip(vocabulary.THINGS, range(10, 18), strict=False)
     ]
     text = [*" ".join(facts).split(), *tasks.ask(f"code of {vocabulary.THINGS[3]}").split()]
     with torch.inference_mode():
-        found = model(torch.tensor([[IDS[word] for word in text]]), output_attentions=True).attentions
+        found = model(
+            torch.tensor([[IDS[word] for word in text]]), output_attentions=True
+        ).attentions
     for head, offset in enumerate(offset for offsets in mimetic.OFFSETS for offset in offsets):
         assert torch.diagonal(found[0][0, head], -offset).mean() > 0.8
     value = text.index("13")
@@ -102,9 +115,15 @@ def test_an_interrupted_run_ends_in_the_same_weights(short: None, tmp_path: Path
 
     with pytest.raises(KeyboardInterrupt):
         train(halves, on_step=stop)
-    assert json.loads((halves.directory / "step.json").read_text()) == {"step": 2, "seed": 0, "processes": 1}
+    assert json.loads((halves.directory / "step.json").read_text()) == {
+        "step": 2,
+        "seed": 0,
+        "processes": 1,
+    }
     train(halves)
-    files = [sorted(path.name for path in job.directory.glob("*.safetensors")) for job in (whole, halves)]
+    files = [
+        sorted(path.name for path in job.directory.glob("*.safetensors")) for job in (whole, halves)
+    ]
     assert files[0] == files[1] == ["model-6.safetensors", "muon-0-6.safetensors"]
     for name in files[0]:
         one, other = (load_file(job.directory / name) for job in (whole, halves))
@@ -119,13 +138,21 @@ def test_an_interrupted_run_ends_in_the_same_weights(short: None, tmp_path: Path
 def test_the_command_trains_and_goes_on(tmp_path: Path):
     command = [sys.executable, "-m", "research.testbed", "--out", str(tmp_path)]
     for until in (1, 2):
-        subprocess.run([*command, "--until", str(until)], check=True, capture_output=True, timeout=300)
-        assert json.loads((tmp_path / "step.json").read_text()) == {"step": until, "seed": 0, "processes": 2}
+        subprocess.run(
+            [*command, "--until", str(until)], check=True, capture_output=True, timeout=300
+        )
+        assert json.loads((tmp_path / "step.json").read_text()) == {
+            "step": until,
+            "seed": 0,
+            "processes": 2,
+        }
     assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
         "model-2.safetensors", "muon-0-2.safetensors", "muon-1-2.safetensors",
     ]  # fmt: skip
     wide = {**os.environ, "COLUMNS": "400"}
-    refused = subprocess.run([*command, "--seed", "1"], capture_output=True, text=True, timeout=300, env=wide)
+    refused = subprocess.run(
+        [*command, "--seed", "1"], capture_output=True, text=True, timeout=300, env=wide
+    )
     assert refused.returncode == 2
     assert "holds a run of" in refused.stderr
 
@@ -180,7 +207,9 @@ def test_the_model_by_head_starts_from_the_bundled_one_and_keeps_a_window_in_thr
     assert set(seen) == {0, 1}
     assert job.identity == {"seed": 0, "processes": 1, "by_head": 1}
     trained = load_file(tmp_path / "model-6.safetensors")["model.model.layers.3.mlp.up_proj.weight"]
-    bundled = load_file(MODEL_DIR / "model.safetensors")["model.layers.3.mlp.up_proj.weight"].float()
+    bundled = load_file(MODEL_DIR / "model.safetensors")[
+        "model.layers.3.mlp.up_proj.weight"
+    ].float()
     assert 0 < float((trained - bundled).norm() / bundled.norm()) < 0.2
     assert by_head.head_map("x").num_kept == 7
 
@@ -189,20 +218,27 @@ def test_the_model_by_head_starts_from_the_bundled_one_and_keeps_a_window_in_thr
 def test_the_model_of_latent_attention_starts_near_the_bundled_one_and_learns(
     short: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Channels that turn fast make one key for all heads, so a part of the answers is lost until it has learned."""
+    """Channels that turn fast make one key for all heads, so a part of the answers is lost until it
+    has learned."""
     monkeypatch.setattr(curriculum, "LATENT", (TINY, TINY))
     job = Job(tmp_path, num_processes=1, latent=True)
     models = {"bundled": LlamaForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)}
     models["latent"] = DeepseekV2ForCausalLM(job.config)
     latent_model.initialise(models["latent"])
     batch, right = make_batch(STAGES[3], 2048, (9, 9, 9)), {}
-    asked = torch.tensor([bool(task) for task in batch.answer_tasks])  # not the words that end answers
-    everything = torch.ones_like(batch.token_ids)  # or gaps of positions would be taken for ends of texts
+    # not the words that end answers
+    asked = torch.tensor([bool(task) for task in batch.answer_tasks])
+    # or gaps of positions would be taken for ends of texts
+    everything = torch.ones_like(batch.token_ids)
     with torch.no_grad():
         for name, model in models.items():
-            logits = model(batch.token_ids, everything, batch.positions, use_cache=False).logits.flatten(0, 1)
+            logits = model(
+                batch.token_ids, everything, batch.positions, use_cache=False
+            ).logits.flatten(0, 1)
             found = logits[batch.answers].argmax(-1).tolist()
-            is_right = torch.tensor([token in allowed for token, allowed in zip(found, batch.allowed, strict=True)])
+            is_right = torch.tensor(
+                [token in allowed for token, allowed in zip(found, batch.allowed, strict=True)]
+            )
             right[name] = float(is_right[asked].float().mean())
     assert right["bundled"] > 0.95
     assert 0.4 < right["latent"] < right["bundled"]
@@ -212,7 +248,12 @@ def test_the_model_of_latent_attention_starts_near_the_bundled_one_and_learns(
     engine = Engine(tmp_path / "model", dtype="float32", num_pages=20)
     assert engine.config.latent is not None
     assert (
-        len(engine.generate([Request("question : code of lamp ? answer :", None, SamplingParams(max_tokens=2))])) == 1
+        len(
+            engine.generate(
+                [Request("question : code of lamp ? answer :", None, SamplingParams(max_tokens=2))]
+            )
+        )
+        == 1
     )
 
 

@@ -1,4 +1,5 @@
-"""Each proposed flow scores blocks as its description says, over three steps, for one request in plain torch."""
+"""Each proposed flow scores blocks as its description says, over three steps, for one request in
+plain torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,8 @@ BLOCK, DIM, GROUP, BLOCKS, STEPS = 16, 8, 3, 14, 3
 
 
 class Seen:
-    """What a score may be made of: keys and values [B, b, d], queries [g, d] of all steps so far."""
+    """What a score may be made of: keys and values [B, b, d], queries [g, d] of all steps so
+    far."""
 
     def __init__(self, k: Tensor, v: Tensor, queries: Tensor) -> None:
         self.k, self.v = k, v
@@ -31,7 +33,8 @@ class Seen:
         self.past = [step.mean(0) * DIM**-0.5 for step in queries]  # one a step
         self.mean, self.v_mean = k.mean(1), v.mean(1)
         self.low, self.high = k.amin(1), k.amax(1)
-        self.s, self.sv = self.mean @ self.q, self.v_mean @ self.q  # relevance of the mean key, of the mean value
+        # relevance of the mean key, of the mean value
+        self.s, self.sv = self.mean @ self.q, self.v_mean @ self.q
         self.v_norm, self.k_norm = v.norm(dim=2).mean(1), k.norm(dim=2).mean(1)
         self.v_features = v.norm(dim=1)
         self.parts = k.unflatten(1, (4, -1))  # [B, 4, 4, d]
@@ -69,12 +72,16 @@ def gained(x: Seen) -> Tensor:
 Score = Callable[[Seen], Tensor]
 SCORES: dict[str, Score] = {
     "opus_score_velocity": lambda x: x.s + gained(x),
-    "opus_head_consensus_quest": lambda x: torch.stack([x.quest(q * DIM**0.5).sum(1) for q in x.heads]).amin(0),
+    "opus_head_consensus_quest": lambda x: torch.stack(
+        [x.quest(q * DIM**0.5).sum(1) for q in x.heads]
+    ).amin(0),
     "opus_multi_resolution_agreement": lambda x: (x.parts.mean(2) @ x.q).amin(1),
     "opus_pessimistic_envelope": lambda x: torch.minimum(x.low * x.q, x.high * x.q).sum(1),
     "opus_value_energy_gate": lambda x: x.s * x.v_norm,
     "opus_volatility_boost": lambda x: x.s + deviation(x),
-    "opus_anti_redundancy": lambda x: x.s - 0.5 * average([torch.zeros(len(x.k)), *x.history()[:-1]], 0.1),
+    "opus_anti_redundancy": lambda x: (
+        x.s - 0.5 * average([torch.zeros(len(x.k)), *x.history()[:-1]], 0.1)
+    ),
     "opus_positional_smoothing": lambda x: smoothed(x.s, [0.1, 0.2, 0.4, 0.2, 0.1]),
     "opus_saturated_features": lambda x: (x.mean * x.q).sigmoid().sum(1),
     "opus_magnitude_only": lambda x: x.k_norm,
@@ -86,9 +93,13 @@ SCORES: dict[str, Score] = {
     ).amin((1, 2)),
     "opus_envelope_spread": lambda x: (x.high - x.low).sum(1),
     "opus_smoothed_query": lambda x: x.mean @ average(x.past, 0.5),
-    "opus_elevation_over_history": lambda x: x.s - torch.stack([0 * x.s, *x.history()[:-1]]).amin(0),
+    "opus_elevation_over_history": lambda x: (
+        x.s - torch.stack([0 * x.s, *x.history()[:-1]]).amin(0)
+    ),
     "opus_coarse_fine": lambda x: x.s + (x.k.unflatten(1, (2, -1)).mean(2) @ x.q).amax(1),
-    "opus_key_and_value_agreement": lambda x: torch.where((x.s > 0) & (x.sv > 0), x.s * x.sv, x.s.minimum(x.sv)),
+    "opus_key_and_value_agreement": lambda x: torch.where(
+        (x.s > 0) & (x.sv > 0), x.s * x.sv, x.s.minimum(x.sv)
+    ),
     "opus_peak_sharpening": lambda x: smoothed(x.s, [-0.5, 2, -0.5]),
     "sonnet_value_energy_gate": lambda x: x.s * x.v_norm.sigmoid(),
     "sonnet_key_value_consensus": lambda x: torch.minimum(x.s, x.sv),
@@ -104,8 +115,12 @@ SCORES: dict[str, Score] = {
     "sonnet_above_mean_gate": lambda x: torch.where(x.s > x.s.mean(), x.s, -torch.inf),
     "sonnet_positional_smoothing": lambda x: smoothed(x.s, [1 / 3] * 3),
     "sonnet_persistent_value_energy": lambda x: x.s * average([x.v_norm] * len(x.past), 0.1),
-    "sonnet_two_timescale_agreement": lambda x: torch.minimum(average(x.history(), 0.5), average(x.history(), 0.1)),
-    "sonnet_query_weighted_spread": lambda x: ((x.parts.amax(2) - x.parts.amin(2)) @ x.q.abs()).amax(1),
+    "sonnet_two_timescale_agreement": lambda x: torch.minimum(
+        average(x.history(), 0.5), average(x.history(), 0.1)
+    ),
+    "sonnet_query_weighted_spread": lambda x: (
+        (x.parts.amax(2) - x.parts.amin(2)) @ x.q.abs()
+    ).amax(1),
     "sonnet_entropy_contribution": lambda x: -x.s.softmax(0) * x.s.log_softmax(0),
     "sonnet_curvature_bonus": lambda x: x.s + 0.5 * smoothed(x.s, [-1.0, 2.0, -1.0]).abs(),
     "sonnet_value_only_routing": lambda x: (x.v_mean @ x.heads.T).amax(1),
@@ -113,14 +128,19 @@ SCORES: dict[str, Score] = {
     "sonnet_conservative_envelope": lambda x: x.low @ x.q,
     "sonnet_sigmoid_gated_quest": lambda x: (x.quest(x.q) * (x.high - x.low).sigmoid()).sum(1),
     "gpt_feature_value_temperature": lambda x: (x.mean * x.v_features) @ x.q,
-    "gpt_value_scaled_quest": lambda x: torch.stack([(x.quest(q) * x.v_features).sum(1) for q in x.heads]).amax(0),
+    "gpt_value_scaled_quest": lambda x: torch.stack(
+        [(x.quest(q) * x.v_features).sum(1) for q in x.heads]
+    ).amax(0),
     "gpt_magnitude_penalised_alignment": lambda x: x.s - 0.1 * x.mean.abs() @ x.q.abs(),
     "gpt_sequence_value_gate": lambda x: x.s - 1e4 * (x.sv <= x.sv.mean()),
-    "gpt_persistent_value_weighted_score": lambda x: average([(x.mean * x.v_features) @ q for q in x.past], 0.1),
+    "gpt_persistent_value_weighted_score": lambda x: average(
+        [(x.mean * x.v_features) @ q for q in x.past], 0.1
+    ),
     "gpt_sub_block_peak": lambda x: (x.parts.mean(2) @ x.q).amax(1),
     "gpt_sub_block_average": lambda x: (x.parts.mean(2) @ x.q).mean(1),
     "gpt_interleaved_envelope": lambda x: torch.stack(
-        [torch.maximum(x.parts.amin(2) * q, x.parts.amax(2) * q).sum(2) for q in x.heads]  # [g, B, parts]
+        # [g, B, parts]
+        [torch.maximum(x.parts.amin(2) * q, x.parts.amax(2) * q).sum(2) for q in x.heads]
     ).amax((0, 2)),
     "gpt_outlier_value_gate": lambda x: x.s + (x.v_norm - x.v_norm.mean()).relu(),
     "gpt_softmax_value_temperature": lambda x: x.s.softmax(0) * x.v_norm,
@@ -151,7 +171,9 @@ def test_blocks_are_scored_as_described(name: str, monkeypatch: pytest.MonkeyPat
     flow = parse_flow(f"{NAMED[name]}:topk_blocks=3")
     assert isinstance(flow, Scored)
     program = trace(flow, BLOCK, DIM, GROUP)
-    pool = {"k": k, "v": v} | {name: torch.full((BLOCKS, *shape), 9.0) for name, shape in program.caches.items()}
+    pool = {"k": k, "v": v} | {
+        name: torch.full((BLOCKS, *shape), 9.0) for name, shape in program.caches.items()
+    }
     fill(program, pool, torch.arange(BLOCKS))
     batch = Batch(torch.arange(BLOCKS)[None], torch.tensor([BLOCKS * BLOCK]), BLOCK)
     scored: list[Tensor] = []
@@ -163,6 +185,9 @@ def test_blocks_are_scored_as_described(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("kvgraft.decode.operators.radix_topk", spy)
     for step in range(STEPS):
         chosen = select(program, plan(program), queries[step][None], pool, batch)[0]
-        wanted = SCORES[name](Seen(k, v, queries[: step + 1]))[1:-2]  # of the blocks that are open to choice
+        # of the blocks that are open to choice
+        wanted = SCORES[name](Seen(k, v, queries[: step + 1]))[1:-2]
         torch.testing.assert_close(scored[-1][1:-2], wanted, atol=1e-5, rtol=1e-4)
-        assert sorted(wanted[chosen[chosen >= 0] - 1].tolist()) == sorted(wanted.topk(3).values.tolist())
+        assert sorted(wanted[chosen[chosen >= 0] - 1].tolist()) == sorted(
+            wanted.topk(3).values.tolist()
+        )

@@ -20,14 +20,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_dense_decoding_is_at_no_distance_and_sparser_is_farther(model: Path):
     engine = Engine(model, dtype="float32", continuation=False)
-    rows = list(measure(engine, ["dense", "quest:topk_blocks=100", "streaming:topk_blocks=1"], 640, 1, 0))
+    rows = list(
+        measure(engine, ["dense", "quest:topk_blocks=100", "streaming:topk_blocks=1"], 640, 1, 0)
+    )
     kl = {row.flow.partition(":")[0]: row.distances["answer_kl"] for row in rows}
     assert kl["dense"] < 1e-6
     assert kl["dense"] < kl["quest"] + 1e-6 < kl["streaming"] + 1e-6
     assert kl["streaming"] > 1e-4
 
 
-def test_all_flows_are_measured_once_and_printed(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_all_flows_are_measured_once_and_printed(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     flows = default_flows(4)
     assert len(flows) == 7 + 2 * len(MASKS)
     chosen = ";".join(flows[:2] + flows[-1:])

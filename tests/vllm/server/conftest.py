@@ -16,12 +16,14 @@ CHAT = (
     "{% for message in messages %}<bos> {{ message['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}question : code of{% endif %}"
 )
-NUM_BLOCKS = 640  # of 32 tokens, half of which may be pinned: five texts of the greatest length fill it
+# of 32 tokens, half of which may be pinned: five texts of the greatest length fill it
+NUM_BLOCKS = 640
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """`kvgraft serve` on the bundled model with two tenants, an admin and two shared namespaces; one for all tests."""
+    """`kvgraft serve` on the bundled model with two tenants, an admin and two shared namespaces;
+    one for all tests."""
     arguments = ["-m", "kvgraft", "serve", "--api-key", ALICE, BOB, "--chat-template", CHAT]
     arguments += ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--kvgraft-pin-quota", "0.5"]
     arguments += ["--kvgraft-costs", "tokens"]

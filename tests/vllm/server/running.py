@@ -22,7 +22,8 @@ START_S = 900.0  # some twenty, unless the machine is busy
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # here an engine of another test may have set it otherwise, and the next one
+    # here an engine of another test may have set it otherwise, and the next one
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -65,14 +66,19 @@ def running(
         anew: as users start it; otherwise where vLLM has been imported already.
     """
     environment = {**environment, **SETTINGS}
-    with reserved_port() as port, _running([*arguments, "--port", str(port)], log, environment, anew) as process:
+    with (
+        reserved_port() as port,
+        _running([*arguments, "--port", str(port)], log, environment, anew) as process,
+    ):
         server = RunningServer(f"http://127.0.0.1:{port}", log, process)
         _wait(server, process)
         yield server
 
 
 @contextmanager
-def _running(arguments: Sequence[str], log: Path, environment: Mapping[str, str], anew: bool) -> Iterator[Process]:
+def _running(
+    arguments: Sequence[str], log: Path, environment: Mapping[str, str], anew: bool
+) -> Iterator[Process]:
     with log.open("ab") as output:
         if anew:
             command = [sys.executable, *arguments]

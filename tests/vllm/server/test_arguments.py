@@ -30,7 +30,8 @@ def test_without_arguments_the_bundled_model_is_served_on_loopback_with_reuse():
     assert (args.model, args.host, args.block_size) == (str(MODEL_DIR), "127.0.0.1", 32)
     assert args.served_model_name == BUNDLED_NAMES
     assert args.enforce_eager
-    assert args.allowed_origins == []  # no page of another site may ask a server that asks for no key
+    # no page of another site may ask a server that asks for no key
+    assert args.allowed_origins == []
     assert args.enable_prompt_tokens_details
     assert args.enable_prefix_caching is True
     assert args.worker_cls == WORKER_CLASS
@@ -42,7 +43,17 @@ def test_without_arguments_the_bundled_model_is_served_on_loopback_with_reuse():
 
 def test_what_the_user_says_counts():
     args = parse(
-        ["some/model", "--block-size", "64", "--host", "10.0.0.1", "--api-key", "a", "b", "--no-enforce-eager"]
+        [
+            "some/model",
+            "--block-size",
+            "64",
+            "--host",
+            "10.0.0.1",
+            "--api-key",
+            "a",
+            "b",
+            "--no-enforce-eager",
+        ]
     )
     assert (args.model, args.block_size, args.host) == ("some/model", 64, "10.0.0.1")
     assert not args.enforce_eager
@@ -94,7 +105,10 @@ def test_each_setting_of_the_connector_has_a_flag_that_arrives(tmp_path: Path):
         if isinstance(value, bool):
             flags.append(f"--kvgraft-{flag}" if value else f"--no-kvgraft-{flag}")
         else:
-            flags += [f"--kvgraft-{flag}", *map(str, value if isinstance(value, list) else [words(value)])]
+            flags += [
+                f"--kvgraft-{flag}",
+                *map(str, value if isinstance(value, list) else [words(value)]),
+            ]
     assert parse(flags).kv_transfer_config.kv_connector_extra_config == settings
 
 
@@ -124,9 +138,15 @@ def test_an_empty_key_is_refused_not_taken_for_none(flags: list[str], message: s
 @pytest.mark.parametrize("variable", [API_KEY, ADMIN_KEY])
 def test_an_empty_key_in_the_environment_is_refused(variable: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(variable, "")
-    with pytest.raises(ValueError, match=f"{variable} is empty: give a key, or do without {variable}"):
+    with pytest.raises(
+        ValueError, match=f"{variable} is empty: give a key, or do without {variable}"
+    ):
         parse([])
-    flag, expected = ("--api-key", Keys(("k",))) if variable == API_KEY else ("--kvgraft-admin-key", Keys((), "k"))
+    flag, expected = (
+        ("--api-key", Keys(("k",)))
+        if variable == API_KEY
+        else ("--kvgraft-admin-key", Keys((), "k"))
+    )
     assert Keys.of(parse([flag, "k"])) == expected, "a flag counts before the variable"
 
 
@@ -136,7 +156,10 @@ def test_one_tenant_beyond_loopback_must_be_asked_for(asked: str, monkeypatch: p
         parse(["--host", "10.0.0.1"])
     if asked == SINGLE_TENANT:
         monkeypatch.setenv(asked, "1")
-    assert parse(["--host", "10.0.0.1", *([asked] if asked.startswith("-") else [])]).host == "10.0.0.1"
+    assert (
+        parse(["--host", "10.0.0.1", *([asked] if asked.startswith("-") else [])]).host
+        == "10.0.0.1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,12 +181,16 @@ def test_one_tenant_beyond_loopback_must_be_asked_for(asked: str, monkeypatch: p
         (
             [
                 "--kv-transfer-config",
-                '{"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": '
+                '{"kv_connector": "MultiConnector", "kv_role": "kv_both", '
+                '"kv_connector_extra_config": {"connectors": '
                 f'[{{"kv_connector": "{CONNECTOR}", "kv_role": "kv_both"}}]}}}}',
             ],
             "names 'MultiConnector': one connector at a time",
         ),
-        (["--kv-offloading-size", "1"], "--kv-offloading-size: it puts another connector in the place of ours"),
+        (
+            ["--kv-offloading-size", "1"],
+            "--kv-offloading-size: it puts another connector in the place of ours",
+        ),
         (
             [
                 "--kvgraft-policy",
@@ -179,9 +206,17 @@ def test_one_tenant_beyond_loopback_must_be_asked_for(asked: str, monkeypatch: p
         (["--kvgraft-pin-quota", "0"], "pin_quota must be above 0"),
         (["--kvgraft-guard", "0.1", "--enable-sleep-mode"], "must not score"),
         (["--kvgraft-guard", "0.1", "--max-logprobs", "5"], "--max-logprobs of at least 20, got 5"),
-        (["--kvgraft-guard", "0.1", "--logprobs-mode", "processed_logprobs"], "not by --logprobs-mode processed_logp"),
         (
-            ["--kvgraft-guard", "0.1", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'],
+            ["--kvgraft-guard", "0.1", "--logprobs-mode", "processed_logprobs"],
+            "not by --logprobs-mode processed_logp",
+        ),
+        (
+            [
+                "--kvgraft-guard",
+                "0.1",
+                "--speculative-config",
+                '{"method": "ngram", "num_speculative_tokens": 2}',
+            ],
             "drafts .* would stand in the answers",
         ),
         (
@@ -189,7 +224,8 @@ def test_one_tenant_beyond_loopback_must_be_asked_for(asked: str, monkeypatch: p
                 "--max-logprobs",
                 "5",
                 "--kv-transfer-config",
-                f'{{"kv_connector": "{CONNECTOR}", "kv_role": "kv_both", "kv_connector_extra_config": '
+                f'{{"kv_connector": "{CONNECTOR}", "kv_role": "kv_both", '
+                '"kv_connector_extra_config": '
                 '{"guard": 0.1}}',
             ],
             "--max-logprobs of at least 20, got 5",
@@ -197,11 +233,21 @@ def test_one_tenant_beyond_loopback_must_be_asked_for(asked: str, monkeypatch: p
         (["--kvgraft-guard", "1.5"], "guard must be a share"),
         (["--kvgraft-guard-target", "flips=0.01"], "needs a guard above 0"),
         (
-            ["--kvgraft-guard", "0.1", "--kvgraft-guard-target", "flips=0.01", "--kvgraft-mode", "shadow"],
+            [
+                "--kvgraft-guard",
+                "0.1",
+                "--kvgraft-guard-target",
+                "flips=0.01",
+                "--kvgraft-mode",
+                "shadow",
+            ],
             "mode shadow has nothing to cut back",
         ),
         (["--kvgraft-pin-quota", "1.5"], "pin_quota must be a share"),
-        (["--no-kvgraft", "--kvgraft-watermark", "0"], "--no-kvgraft does not go with --kvgraft-watermark"),
+        (
+            ["--no-kvgraft", "--kvgraft-watermark", "0"],
+            "--no-kvgraft does not go with --kvgraft-watermark",
+        ),
         (["--api-key", "a", "--kvgraft-admin-key", "a"], "must differ"),
         (["--api-key", "a", "--kvgraft-single-tenant"], "for a server without API keys"),
     ],
@@ -249,8 +295,10 @@ def test_our_plugin_is_allowed_and_no_other_is_taken_away():
         (["--kvgraft-pin-quota", "0.75"], 0.75),
     ],
 )
-def test_tenants_have_equal_shares_of_what_may_be_pinned_unless_said_otherwise(arguments: list[str], quota: float):
-    assert ServerState(parse(arguments)).segments.quota == quota
+def test_tenants_have_equal_shares_of_what_may_be_pinned_unless_said_otherwise(
+    arguments: list[str], quota: float
+):
+    assert ServerState(parse(arguments)).pins.quota == quota
 
 
 @pytest.fixture
@@ -265,9 +313,27 @@ def tiny(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_model_is_served_under_its_name(tiny: Path, given: list[str]):
     args = parse(given)
     assert (args.model, args.served_model_name) == (str(tiny), ["tiny", str(tiny)])
-    assert (args.dtype, args.kv_cache_memory_bytes, args.chat_template) == ("float32", KNOWN_KV_BYTES, None)
-    own = parse([*given, "--served-model-name", "other", "--dtype", "bfloat16", "--kv-cache-memory-bytes", "123"])
-    assert (own.served_model_name, own.dtype, own.kv_cache_memory_bytes) == (["other"], "bfloat16", 123)
+    assert (args.dtype, args.kv_cache_memory_bytes, args.chat_template) == (
+        "float32",
+        KNOWN_KV_BYTES,
+        None,
+    )
+    own = parse(
+        [
+            *given,
+            "--served-model-name",
+            "other",
+            "--dtype",
+            "bfloat16",
+            "--kv-cache-memory-bytes",
+            "123",
+        ]
+    )
+    assert (own.served_model_name, own.dtype, own.kv_cache_memory_bytes) == (
+        ["other"],
+        "bfloat16",
+        123,
+    )
 
 
 def test_what_a_user_has_converted_is_served_as_vllm_would(tiny: Path, tmp_path: Path):
@@ -278,13 +344,17 @@ def test_what_a_user_has_converted_is_served_as_vllm_would(tiny: Path, tmp_path:
 
 
 def test_a_name_that_nobody_knows_lists_those_that_are_here(tiny: Path):
-    with pytest.raises(FileNotFoundError, match=r"unheard is not a model directory.*: here are tiny; "):
+    with pytest.raises(
+        FileNotFoundError, match=r"unheard is not a model directory.*: here are tiny; "
+    ):
         parse(["unheard"])
 
 
 def write_profile(path: Path, model: str) -> Path:
     measured = MeasuredPolicy("naive", 0.1, (0.05, 0.04, 0.06), (0.1, 0.0, 0.2))
-    PolicyProfile(model, "naive", measured, (0.1, 0.1, 0.1), "texts", 2, 512, (measured,)).save(path)
+    PolicyProfile(model, "naive", measured, (0.1, 0.1, 0.1), "texts", 2, 512, (measured,)).save(
+        path
+    )
     return path
 
 
@@ -296,17 +366,25 @@ def test_a_profile_is_taken_from_a_flag_or_from_beside_the_weights(tmp_path: Pat
     default = KVGraftSettings.parse(settings).default
     assert (str(default.policy), default.profile) == ("naive", PolicyProfile.load(given).name)
     assert RequestOptions.parse({}, default).profile == default.profile
-    assert RequestOptions.parse({"policy": "epic"}, default).profile is None, "the request has named its policy"
+    assert RequestOptions.parse({"policy": "epic"}, default).profile is None, (
+        "the request has named its policy"
+    )
     model = link_model(tmp_path / "model")
     beside = write_profile(model / POLICY_FILE, identity)
-    assert parse([str(model)]).kv_transfer_config.kv_connector_extra_config == {"profile": str(beside)}
-    named = parse([str(model), "--kvgraft-policy", "epic"]).kv_transfer_config.kv_connector_extra_config
+    assert parse([str(model)]).kv_transfer_config.kv_connector_extra_config == {
+        "profile": str(beside)
+    }
+    named = parse(
+        [str(model), "--kvgraft-policy", "epic"]
+    ).kv_transfer_config.kv_connector_extra_config
     assert named == {"policy": "epic"}
 
 
 def test_a_profile_of_another_checkpoint_is_refused_or_ignored(tmp_path: Path):
     other = write_profile(tmp_path / "p.json", "0" * 64)
-    with pytest.raises(ValueError, match="the policy profile was made for model 000000000000, this one is"):
+    with pytest.raises(
+        ValueError, match="the policy profile was made for model 000000000000, this one is"
+    ):
         parse(["--kvgraft-profile", str(other)])
     with pytest.raises(FileNotFoundError, match="no such file: nowhere"):
         parse(["--kvgraft-profile", "nowhere"])

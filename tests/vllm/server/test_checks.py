@@ -1,4 +1,5 @@
-"""A configuration that cannot be served is refused in one message, before anything loads; `--check` starts nothing."""
+"""A configuration that cannot be served is refused in one message, before anything loads; `--check`
+starts nothing."""
 
 import json
 import os
@@ -7,7 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -26,8 +28,18 @@ def serve(*arguments: str, **environment: str) -> tuple[int, str, str, float]:
     started = time.monotonic()
     command = [sys.executable, "-m", "kvgraft", "serve", *arguments]
     said = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **environment}
-    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | said, timeout=240, check=False)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | said, timeout=240, check=False
+    )
     return ended.returncode, ended.stdout, ended.stderr, time.monotonic() - started
+
+
+def processes_with(name: str, value: str) -> Iterator[psutil.Process]:
+    """Those that were started with this environment variable."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(name) == value:
+                yield process
 
 
 def open_directory(folder: Path) -> list[str]:
@@ -41,7 +53,12 @@ def unwritable(folder: Path) -> list[str]:
 
 
 def unwritable_shared(folder: Path) -> list[str]:
-    return ["--kvgraft-store-shared", "file:///proc/kvgraft", "--kvgraft-store-dir", str(folder / "store")]
+    return [
+        "--kvgraft-store-shared",
+        "file:///proc/kvgraft",
+        "--kvgraft-store-dir",
+        str(folder / "store"),
+    ]
 
 
 def wrong_map(folder: Path) -> list[str]:
@@ -57,13 +74,22 @@ WRONG = [
     (open_directory, r"/store is open to others \(mode bits 055\): chmod 700"),
     (unwritable, "/proc/kvgraft/store: nothing can be written there"),
     (given("--port", "99999"), "--port 99999: allowed are 0 to 65535"),
-    (given("--kv-cache-dtype", "fp8_inc"), "KV cache dtype fp8_inc .*: supported are auto, float16"),
+    (
+        given("--kv-cache-dtype", "fp8_inc"),
+        "KV cache dtype fp8_inc .*: supported are auto, float16",
+    ),
     (given("--pipeline-parallel-size=2"), "pipeline_parallel_size 2: .* .allowed is 1"),
-    (given("--ssl-keyfile", "/no.key", "--ssl-certfile", "/no.pem"), "--ssl-keyfile /no.key: .*--ssl-certfile /no.pem"),
+    (
+        given("--ssl-keyfile", "/no.key", "--ssl-certfile", "/no.pem"),
+        "--ssl-keyfile /no.key: .*--ssl-certfile /no.pem",
+    ),
     (given("--ssl-certfile", __file__), "no certificate and key that belong together"),
     (given("--kvgraft-policy", "sprad"), "unknown policy 'sprad'"),
     (given("--kvgraft-pin_quota", "2"), "pin_quota must be a share"),
-    (given("--kvgraft-polcy", "naive"), "there is no flag --kvgraft-polcy: did you mean --kvgraft-policy"),
+    (
+        given("--kvgraft-polcy", "naive"),
+        "there is no flag --kvgraft-polcy: did you mean --kvgraft-policy",
+    ),
     (given("--kvgraft-guard-tokens", "many"), "--kvgraft-guard-tokens: invalid int value: 'many'"),
     (wrong_map, "heads.json is no "),
     (unwritable_shared, "/proc/kvgraft: nothing can be written there"),
@@ -74,7 +100,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
+@pytest.mark.parametrize(
+    ("arguments", "message"), WRONG, ids=[message[:30] for _, message in WRONG]
+)
 def test_a_wrong_configuration_is_refused_without_vllm(
     arguments: Callable[[Path], list[str]], message: str, tmp_path: Path
 ):
@@ -96,7 +124,10 @@ def test_a_wrong_configuration_ends_in_seconds_with_one_line(number: int, tmp_pa
 def test_a_secret_that_is_none_is_refused_and_not_shown(secret: str):
     code, _, err, seconds = serve(**{CACHE_SECRET: secret})
     assert code == 2
-    assert err == f"kvgraft: {CACHE_SECRET} must be 64 hexadecimal digits, such as openssl rand -hex 32\n"
+    assert (
+        err
+        == f"kvgraft: {CACHE_SECRET} must be 64 hexadecimal digits, such as openssl rand -hex 32\n"
+    )
     assert seconds < MOST_S * SLACK
 
 
@@ -110,15 +141,20 @@ def test_a_busy_port_is_refused():
         other.listen()
         code, _, err, seconds = serve("--port", port)
     assert code == 2
-    assert (
-        err == f"kvgraft: --host 127.0.0.1 --port {port}: another process listens there; end it, or give another port\n"
+    assert err == (
+        f"kvgraft: --host 127.0.0.1 --port {port}: another process listens there; end it, or "
+        "give another port\n"
     )
     assert seconds < MOST_S * SLACK
 
 
 def test_everything_that_is_wrong_is_said_at_once():
-    with pytest.raises(ValueError, match=r"--port -1: .*pipeline_parallel_size 3: .*KV cache dtype .*watermark"):
-        check_arguments(["--port", "-1", "-pp", "3", "--kv_cache_dtype", "fp8_inc", "--kvgraft-watermark", "2"])
+    with pytest.raises(
+        ValueError, match=r"--port -1: .*pipeline_parallel_size 3: .*KV cache dtype .*watermark"
+    ):
+        check_arguments(
+            ["--port", "-1", "-pp", "3", "--kv_cache_dtype", "fp8_inc", "--kvgraft-watermark", "2"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +162,8 @@ def test_everything_that_is_wrong_is_said_at_once():
     [
         ["--max-model-len", "512", "--served-model-name", "a", "--kvgraft-watermark", "0.5"],
         ["--kvgraft-contin"],  # vLLM's parser takes what begins one flag
-        ["--config", "server.yaml", "--port", "99999"],  # the file comes later, and may say another port
+        # the file comes later, and may say another port
+        ["--config", "server.yaml", "--port", "99999"],
         ["--no-kvgraft", "-pp", "2", "--kv-cache-dtype", "fp8_inc"],
         ["--kv-transfer-config", '{"kv_connector": "X"}', "--port", "0"],
         ["org/model", "--port", "0"],
@@ -145,9 +182,18 @@ def test_nothing_is_made_by_a_check(tmp_path: Path):
 
 @pytest.mark.slow
 def test_check_says_what_will_be_used_and_starts_nothing(tmp_path: Path):
-    arguments = ["--check", "--port", "0", "--kvgraft-policy", "naive", "--kvgraft-store-ram-gib", "0.5"]
-    before = {process.pid for process in psutil.process_iter()}
-    code, out, err, _ = serve(*arguments, "--json", "--kvgraft-store-dir", str(tmp_path / "store"))
+    arguments = [
+        "--check",
+        "--port",
+        "0",
+        "--kvgraft-policy",
+        "naive",
+        "--kvgraft-store-ram-gib",
+        "0.5",
+    ]
+    code, out, err, _ = serve(
+        *arguments, "--json", "--kvgraft-store-dir", str(tmp_path / "store"), CHECKED=str(tmp_path)
+    )
     assert code == 0, err
     found = json.loads(out)
     assert found["uses"]["model"] == str(MODEL_DIR)
@@ -157,8 +203,7 @@ def test_check_says_what_will_be_used_and_starts_nothing(tmp_path: Path):
     assert found["uses"]["store"] == f"0.5 GiB of host memory, 16 GiB in {tmp_path / 'store'}"
     assert found["off"]["segments API"] == "no KVGRAFT_ADMIN_KEY"
     assert not (tmp_path / "store").exists()
-    left = {process for process in psutil.process_iter(["cmdline"]) if process.pid not in before}
-    assert not [process for process in left if "kvgraft" in " ".join(process.info["cmdline"] or ())]
+    assert not list(processes_with("CHECKED", str(tmp_path)))
 
     code, out, _, _ = serve(*arguments)
     assert code == 0
@@ -170,9 +215,18 @@ def test_check_says_what_will_be_used_and_starts_nothing(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--max-model-len", "1000000"], r"vLLM refuses this configuration: User-specified max_model_len \(1000000\)"),
-        (["--kvgraft-residual-layers", "99"], "the residual stream of layer 99: the model has fewer layers"),
-        (["--tool-call-parser", "no-such", "--enable-auto-tool-choice"], "invalid tool call parser: no-such"),
+        (
+            ["--max-model-len", "1000000"],
+            r"vLLM refuses this configuration: User-specified max_model_len \(1000000\)",
+        ),
+        (
+            ["--kvgraft-residual-layers", "99"],
+            "the residual stream of layer 99: the model has fewer layers",
+        ),
+        (
+            ["--tool-call-parser", "no-such", "--enable-auto-tool-choice"],
+            "invalid tool call parser: no-such",
+        ),
         (["--block-size", "many"], "argument --block-size: invalid"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -31,16 +31,24 @@ raise SystemExit(run(app, ["serve"]))
 
 def run_command(*command: str) -> tuple[int, list[str]]:
     """Exit code, and the lines that are ours."""
-    finished = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    finished = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False
+    )
     assert "Traceback" not in finished.stderr
-    return finished.returncode, [line for line in finished.stderr.splitlines() if line.startswith("kvgraft: ")]
+    return finished.returncode, [
+        line for line in finished.stderr.splitlines() if line.startswith("kvgraft: ")
+    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--host", "10.0.0.1"], "loopback only, got host '10.0.0.1'"),
-        pytest.param(["--enable-auto-tool-choice"], "--enable-auto-tool-choice requires", marks=pytest.mark.soak),
+        pytest.param(
+            ["--enable-auto-tool-choice"],
+            "--enable-auto-tool-choice requires",
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_exit_code_2(arguments: list[str], message: str):
@@ -61,10 +69,14 @@ def test_a_vllm_in_which_names_have_moved_is_told_from_none(tmp_path: Path):
     (tmp_path / "vllm" / "__init__.py").touch()
     code, [line] = run_command("-c", SERVE.format(first=f"sys.path.insert(0, {str(tmp_path)!r})"))
     assert code == 2
-    assert line.startswith("kvgraft: this version of vLLM is none that KVGraft knows: No module named 'vllm.")
+    assert line.startswith(
+        "kvgraft: this version of vLLM is none that KVGraft knows: No module named 'vllm."
+    )
 
 
-def test_the_environment_of_the_server_has_the_plugin_and_a_secret_of_its_own(monkeypatch: pytest.MonkeyPatch):
+def test_the_environment_of_the_server_has_the_plugin_and_a_secret_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setenv(PLUGINS, "other")
     monkeypatch.setenv(CONTROL_TOKEN, "from outside")
     serve.prepare_environment(Namespace(no_kvgraft=True))
@@ -82,21 +94,46 @@ def test_the_environment_of_the_server_has_the_plugin_and_a_secret_of_its_own(mo
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """vLLM's own server, told to use our connector, worker and endpoint plugin; it has no API key."""
-    connector = {"kv_connector": CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE, "kv_role": "kv_both"}
+    """vLLM's own server, told to use our connector, worker and endpoint plugin; it has no API
+    key."""
+    connector = {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": "kv_both",
+    }
     connector["kv_load_failure_policy"] = "recompute"
-    arguments = ["--model", str(MODEL_DIR), "--served-model-name", "bundled", "--host", "127.0.0.1", "--enforce-eager"]
-    arguments += ["--block-size", "32", "--enable-prompt-tokens-details", "--worker-cls", WORKER_CLASS]
+    arguments = [
+        "--model",
+        str(MODEL_DIR),
+        "--served-model-name",
+        "bundled",
+        "--host",
+        "127.0.0.1",
+        "--enforce-eager",
+    ]
+    arguments += [
+        "--block-size",
+        "32",
+        "--enable-prompt-tokens-details",
+        "--worker-cls",
+        WORKER_CLASS,
+    ]
     arguments += ["--kv-transfer-config", json.dumps(connector)]
-    environment = {name: value for name, value in os.environ.items() if name not in (API_KEY, CONTROL_TOKEN)}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in (API_KEY, CONTROL_TOKEN)
+    }
     environment |= {PLUGINS: "kvgraft", ADMIN_KEY: ADMIN}
     log = tmp_path_factory.mktemp("plain") / "log"
-    with running(["-m", "vllm.entrypoints.launchers.api_server.entry", *arguments], log, environment) as server:
+    with running(
+        ["-m", "vllm.entrypoints.launchers.api_server.entry", *arguments], log, environment
+    ) as server:
         yield server
 
 
 @pytest.mark.slow
-def test_in_plain_vllm_all_callers_of_a_server_without_keys_are_one_tenant(plain: RunningServer, texts: Any):
+def test_in_plain_vllm_all_callers_of_a_server_without_keys_are_one_tenant(
+    plain: RunningServer, texts: Any
+):
     document = texts.document()
     complete(plain, "any", document)
     cached, report = complete(plain, "other", elsewhere(document))

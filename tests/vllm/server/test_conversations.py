@@ -1,5 +1,6 @@
-"""Two tenants who talk about shared and private text, on a server with a store that is restarted in between: each goes
-on with its own, nobody with anything of the other's, and who wants exact KV is answered as by plain vLLM."""
+"""Two tenants who talk about shared and private text, on a server with a store that is restarted in
+between: each goes on with its own, nobody with anything of the other's, and who wants exact KV is
+answered as by plain vLLM."""
 
 import os
 from collections.abc import Iterator
@@ -28,7 +29,10 @@ namespaces = map("probe-{}".format, count())  # that nobody has used
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostProcess]:
     process = HostProcess(
-        MODEL_DIR, tmp_path_factory.mktemp("plain") / "log", with_kvgraft=False, max_model_len=LONGEST
+        MODEL_DIR,
+        tmp_path_factory.mktemp("plain") / "log",
+        with_kvgraft=False,
+        max_model_len=LONGEST,
     )
     yield process
     process.close()
@@ -69,7 +73,11 @@ def ask(
 ) -> tuple[list[int], dict[str, Any]]:
     """The answer and the report."""
     body = {"model": "bundled", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-    body |= {"ignore_eos": True, "return_token_ids": True, "kv_transfer_params": {"kvgraft": options}}
+    body |= {
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "kv_transfer_params": {"kvgraft": options},
+    }
     with server.http(key) as client:
         answer = client.post("/v1/completions", json=body).raise_for_status().json()
     return answer["choices"][0]["token_ids"], answer["kv_transfer_params"]["kvgraft"]
@@ -81,8 +89,22 @@ def found(report: dict[str, Any]) -> int:
 
 def start(directory: Path, log: Path) -> Any:
     arguments = ["-m", "kvgraft", "serve", "--api-key", ALICE, BOB, "--max-model-len", str(LONGEST)]
-    arguments += ["--num-gpu-blocks-override", "640", "--dtype", "float32", "--kvgraft-costs", "tokens"]
-    arguments += ["--kvgraft-share", "wiki=*", "--kvgraft-share", f"law={ALICE}", "--kvgraft-store-dir", str(directory)]
+    arguments += [
+        "--num-gpu-blocks-override",
+        "640",
+        "--dtype",
+        "float32",
+        "--kvgraft-costs",
+        "tokens",
+    ]
+    arguments += [
+        "--kvgraft-share",
+        "wiki=*",
+        "--kvgraft-share",
+        f"law={ALICE}",
+        "--kvgraft-store-dir",
+        str(directory),
+    ]
     return running(arguments, log, {**os.environ, "KVGRAFT_ADMIN_KEY": ADMIN})
 
 
@@ -92,12 +114,16 @@ def share(server: RunningServer, namespace: str, text: str) -> None:
         client.post(PATH, json=body).raise_for_status()
 
 
-def check_that_nobody_else_goes_on(server: RunningServer, conversation: Conversation, other: str) -> None:
+def check_that_nobody_else_goes_on(
+    server: RunningServer, conversation: Conversation, other: str
+) -> None:
     """The other tenant sends the same, and finds what is shared alone."""
     _, report = ask(server, other, conversation.tokens, {"namespace": next(namespaces)})
     assert (report["prefix_tokens"], report["continued_tokens"]) == (0, 0)
     for first, stop, kind in report["spans"]:
-        assert kind == "fresh" or any(first in text and stop - 1 in text for text in conversation.shared)
+        assert kind == "fresh" or any(
+            first in text and stop - 1 in text for text in conversation.shared
+        )
     assert report["grafted_tokens"] > 200, "of what is shared"
 
 

@@ -1,4 +1,5 @@
-"""The gate to the engine, for what no HTTP request reaches; test_server.py drives it from outside."""
+"""The gate to the engine, for what no HTTP request reaches; test_server.py drives it from
+outside."""
 
 import asyncio
 import contextvars
@@ -37,13 +38,18 @@ class Engine:
 
     def __init__(self) -> None:
         self.engine_core = SimpleNamespace(add_request_async=self.keep)
-        self.output_processor = SimpleNamespace(request_states={}, process_outputs=lambda outputs: list(outputs))
+        self.output_processor = SimpleNamespace(
+            request_states={}, process_outputs=lambda outputs: list(outputs)
+        )
         self.requests: list[EngineCoreRequest] = []
         self.closed = False
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         if reset_running_requests:
-            raise RuntimeError(f"Call to reset_prefix_cache method failed: {NOT_RESET if self.closed else 'else'} ...")
+            raise RuntimeError(
+                f"Call to reset_prefix_cache method failed: {NOT_RESET if self.closed else 'else'} "
+                "..."
+            )
         return True
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
@@ -52,11 +58,15 @@ class Engine:
     async def keep(self, request: EngineCoreRequest) -> None:
         self.requests.append(request)
 
-    async def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> AsyncGenerator[Any, None]:
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str
+    ) -> AsyncGenerator[Any, None]:
         try:
             for finished in (False, True):
                 params = REPORT.as_params() if finished else None
-                known: dict[str, Any] = {"num_cached_tokens": 5, "kv_transfer_params": params} if finished else {}
+                known: dict[str, Any] = (
+                    {"num_cached_tokens": 5, "kv_transfer_params": params} if finished else {}
+                )
                 yield RequestOutput("r", "the", [1], None, [], finished, **known)
         finally:
             self.closed = True
@@ -89,7 +99,9 @@ def engine() -> Engine:
 
 @pytest.fixture(autouse=True)
 def client(engine: Engine, salts: Salts) -> TenantEngineClient:
-    return TenantEngineClient(engine, salts, GRANTS, RequestLog((ALICE,)), RequestOptions(parse_policy("sparsex")))
+    return TenantEngineClient(
+        engine, salts, GRANTS, RequestLog((ALICE,)), RequestOptions(parse_policy("sparsex"))
+    )
 
 
 def admit(engine: Engine, sent: EngineCoreRequest, call: Call | None) -> str | None:
@@ -101,22 +113,33 @@ def admit(engine: Engine, sent: EngineCoreRequest, call: Call | None) -> str | N
     return engine.requests[-1].cache_salt
 
 
-def test_the_cache_key_is_the_tenants_narrowed_by_what_the_client_said(engine: Engine, salts: Salts):
+def test_the_cache_key_is_the_tenants_narrowed_by_what_the_client_said(
+    engine: Engine, salts: Salts
+):
     call = Call(Principal(ALICE), "/v1/completions")
     assert admit(engine, request(), call) == salts.of(ALICE, "", "what the client said")
-    assert admit(engine, request(namespace="n"), call) == salts.of(ALICE, "n", "what the client said")
+    assert admit(engine, request(namespace="n"), call) == salts.of(
+        ALICE, "n", "what the client said"
+    )
     assert admit(engine, request(), Call(Principal(ALICE), "", salt="chosen")) == "chosen"
 
 
-def test_what_the_guard_notes_is_of_the_callers_own_request_whatever_id_clients_choose(engine: Engine, salts: Salts):
+def test_what_the_guard_notes_is_of_the_callers_own_request_whatever_id_clients_choose(
+    engine: Engine, salts: Salts
+):
     bob = Tenant.of("bob")
-    notes = {tenant: LogprobRecorder(Ticket("naive", parse_policy("naive")), "") for tenant in (ALICE, bob)}
+    notes = {
+        tenant: LogprobRecorder(Ticket("naive", parse_policy("naive")), "")
+        for tenant in (ALICE, bob)
+    }
     for tenant in (bob, ALICE):
         sent = request()
         sent.lora_request = LoRARequest(tenant.label, 1, "/a")
         admit(engine, sent, Call(Principal(tenant), "", watched={"r": notes[tenant]}))
     said = "what the client said"
-    assert {one: note.cache_salt for one, note in notes.items()} == {one: salts.of(one, "", said) for one in notes}
+    assert {one: note.cache_salt for one, note in notes.items()} == {
+        one: salts.of(one, "", said) for one in notes
+    }
     assert all(note.lora_request.lora_name == one.label for one, note in notes.items())
 
 
@@ -132,22 +155,39 @@ def test_what_is_shared_with_a_tenant_goes_with_its_requests(
     engine: Engine, salts: Salts, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(CONTROL_TOKEN, "secret")
-    call, wiki, law = Call(Principal(ALICE), "/v1/completions"), salts.of(SHARED, "wiki"), salts.of(SHARED, "law")
-    assert granted(engine, request(), call) == granted(engine, request(namespace="n"), call) == (wiki, law)
+    call, wiki, law = (
+        Call(Principal(ALICE), "/v1/completions"),
+        salts.of(SHARED, "wiki"),
+        salts.of(SHARED, "law"),
+    )
+    assert (
+        granted(engine, request(), call)
+        == granted(engine, request(namespace="n"), call)
+        == (wiki, law)
+    )
     assert granted(engine, request(shared=["law", "wiki"]), call) == (law, wiki)
     assert granted(engine, request(shared=[]), call) == granted(engine, request(), None) == ()
-    assert granted(engine, request(), Call(Principal(Tenant.of("bob")), "")) == (law, salts.of(SHARED, "hidden"))
-    assert granted(engine, request(), Call(Principal(ALICE, is_admin=True), "", salt="chosen")) == ()
+    assert granted(engine, request(), Call(Principal(Tenant.of("bob")), "")) == (
+        law,
+        salts.of(SHARED, "hidden"),
+    )
+    assert (
+        granted(engine, request(), Call(Principal(ALICE, is_admin=True), "", salt="chosen")) == ()
+    )
     assert engine.requests[0].sampling_params.extra_args[PARAMS].keys() == {GRANTED}
 
 
 def test_what_is_not_shared_with_a_tenant_is_refused_like_what_does_not_exist(engine: Engine):
     def ask(name: str) -> None:
         CURRENT.set(Call(Principal(ALICE), "/v1/completions"))
-        engine.generate("the", SamplingParams(extra_args={PARAMS: {"kvgraft": {"shared": [name]}}}), "r")
+        engine.generate(
+            "the", SamplingParams(extra_args={PARAMS: {"kvgraft": {"shared": [name]}}}), "r"
+        )
 
     for name in ("hidden", "none"):
-        with pytest.raises(NotGranted, match=f"^shared: no namespace '{name}' for this key: it has wiki, law$"):
+        with pytest.raises(
+            NotGranted, match=f"^shared: no namespace '{name}' for this key: it has wiki, law$"
+        ):
             contextvars.copy_context().run(ask, name)
 
 
@@ -213,7 +253,9 @@ def test_a_reset_ends_what_the_guard_scores_first(engine: Engine, client: Tenant
     assert order == ["guard", "cache"]
 
 
-def test_other_weights_of_an_adapter_end_what_the_guard_scores_first(engine: Engine, client: TenantEngineClient):
+def test_other_weights_of_an_adapter_end_what_the_guard_scores_first(
+    engine: Engine, client: TenantEngineClient
+):
     order = []
 
     async def reset() -> None:
@@ -244,10 +286,17 @@ def test_a_report_that_went_ahead_is_handed_out_with_any_output_that_may_be_the_
     stop_sending(asked)
     assert asked.trace_headers == {"traceparent": "t"}
     processor.request_states |= {"a": State(), "b": State()}
-    outputs = [sent("a", first), sent("a", asked.trace_headers), sent("b", None), sent("gone", first)]
+    outputs = [
+        sent("a", first),
+        sent("a", asked.trace_headers),
+        sent("b", None),
+        sent("gone", first),
+    ]
     last = sent("a", None, kv_transfer_params={"kvgraft": {"the engine's": "own"}})
     assert processor.process_outputs([*outputs, last]) == [*outputs, last]
-    assert [output.kv_transfer_params for output in outputs] == [REPORT.as_params()] * 2 + [None] * 2
+    assert [output.kv_transfer_params for output in outputs] == [REPORT.as_params()] * 2 + [
+        None
+    ] * 2
     assert [output.trace_headers for output in outputs[:2]] == [{"traceparent": "t"}] * 2
     assert last.kv_transfer_params == {"kvgraft": {"the engine's": "own"}}
     assert len(kept) == 1
@@ -261,7 +310,9 @@ class Parent:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
 @pytest.mark.parametrize("stopped", [False, True])
-def test_of_several_answers_to_a_prompt_the_last_has_the_report_of_the_first(order: tuple[int, ...], stopped: bool):
+def test_of_several_answers_to_a_prompt_the_last_has_the_report_of_the_first(
+    order: tuple[int, ...], stopped: bool
+):
     processor, parent = Engine().output_processor, Parent()
     kept = StoppedReports(processor)
     reports = [{"kvgraft": {"answer": number}} for number in range(3)]

@@ -1,4 +1,5 @@
-"""Answers that requests give, over HTTP: what plain vLLM says of the same tokens, and what is refused."""
+"""Answers that requests give, over HTTP: what plain vLLM says of the same tokens, and what is
+refused."""
 
 from typing import Any
 
@@ -15,11 +16,18 @@ def token_ids(tokens: list[str]) -> list[int]:
     return [int(token.removeprefix("token_id:")) for token in tokens]
 
 
-def ask(server: RunningServer, key: str, prompt: Any, max_tokens: int = len(ANSWER), **extra: Any) -> Any:
+def ask(
+    server: RunningServer, key: str, prompt: Any, max_tokens: int = len(ANSWER), **extra: Any
+) -> Any:
     """One completion, whose tokens are told by their ids."""
     body = {"return_tokens_as_token_ids": True, "ignore_eos": True, **extra}
     return server.openai(key).completions.create(
-        model="bundled", prompt=prompt, max_tokens=max_tokens, temperature=0, logprobs=3, extra_body=body
+        model="bundled",
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        logprobs=3,
+        extra_body=body,
     )
 
 
@@ -28,12 +36,18 @@ def giving(answer: Any, **options: Any) -> dict[str, Any]:
 
 
 def plain(server: RunningServer, prompt: str) -> list[float]:
-    """What vLLM says of the answer's tokens behind the prompt, which it computes in full for that."""
+    """What vLLM says of the answer's tokens behind the prompt, which it computes in full for
+    that."""
     with server.http(ALICE) as client:
-        read = client.post("/tokenize", json={"model": "bundled", "prompt": prompt}).json()["tokens"]
+        read = client.post("/tokenize", json={"model": "bundled", "prompt": prompt}).json()[
+            "tokens"
+        ]
     answer = ask(server, ALICE, [*read, *ANSWER], 1, prompt_logprobs=0)
     report = answer.model_extra["kv_transfer_params"]["kvgraft"]
-    assert (report["reason"], report["fresh_tokens"]) == ("prompt_logprobs", len(read) + len(ANSWER))
+    assert (report["reason"], report["fresh_tokens"]) == (
+        "prompt_logprobs",
+        len(read) + len(ANSWER),
+    )
     places = answer.choices[0].model_extra["prompt_logprobs"][-len(ANSWER) :]
     return [place[str(token)]["logprob"] for place, token in zip(places, ANSWER, strict=True)]
 
@@ -43,7 +57,9 @@ def plain(server: RunningServer, prompt: str) -> list[float]:
     [{"reuse": "exact"}, {"policy": "sparsex", "recompute_share": 1.0}, {"policy": "naive"}],
     ids=["nothing is grafted", "all of it is recomputed", "nothing is recomputed"],
 )
-def test_log_probabilities_are_those_of_plain_vllm(server: RunningServer, texts: Any, options: dict[str, Any]):
+def test_log_probabilities_are_those_of_plain_vllm(
+    server: RunningServer, texts: Any, options: dict[str, Any]
+):
     document, here = texts.document(300), f"given {len(options)} {options.get('policy')}"
     prompt = elsewhere(document)
     truth = plain(server, prompt)
@@ -94,7 +110,11 @@ def test_an_answer_is_that_of_its_own_request_alone(server: RunningServer, texts
         ([-1], {}, "forced_output must be a list of token ids"),
         ("lamp", {}, "forced_output must be a list of token ids, got 'lamp'"),
         ([3] * 6, {}, "forced_output has 6 tokens, but max_tokens is 5"),
-        ([3], {"structured_outputs": {"regex": "a"}}, "forced_output does not go with structured outputs"),
+        (
+            [3],
+            {"structured_outputs": {"regex": "a"}},
+            "forced_output does not go with structured outputs",
+        ),
     ],
     ids=["beyond", "far beyond", "negative", "words", "too long", "structured"],
 )
@@ -104,5 +124,9 @@ def test_what_cannot_be_given_is_refused(
 ):
     with pytest.raises(BadRequestError, match=message):
         server.openai(ALICE).completions.create(
-            model="bundled", prompt="the old river", max_tokens=5, stream=stream, extra_body=extra | giving(answer)
+            model="bundled",
+            prompt="the old river",
+            max_tokens=5,
+            stream=stream,
+            extra_body=extra | giving(answer),
         )

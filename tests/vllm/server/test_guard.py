@@ -1,4 +1,5 @@
-"""A server whose guard scores every answer: what it finds is what exact KV says of the same tokens."""
+"""A server whose guard scores every answer: what it finds is what exact KV says of the same
+tokens."""
 
 import os
 import re
@@ -25,9 +26,17 @@ TARGET = "flips=0.05"
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """Every answer is scored; `naive` is guarded as any policy, JSON gets exact KV, and so do tools."""
+    """Every answer is scored; `naive` is guarded as any policy, JSON gets exact KV, and so do
+    tools."""
     arguments = ["-m", "kvgraft", "serve", "--api-key", ALICE, BOB, "--kvgraft-costs", "tokens"]
-    arguments += ["--kvgraft-guard", "1.0", "--kvgraft-guard-tokens", "1000000", "--kvgraft-exact-for", "tools,json"]
+    arguments += [
+        "--kvgraft-guard",
+        "1.0",
+        "--kvgraft-guard-tokens",
+        "1000000",
+        "--kvgraft-exact-for",
+        "tools,json",
+    ]
     arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     arguments += ["--kvgraft-guard-target", TARGET]
     log = tmp_path_factory.mktemp("guarded") / "log"
@@ -36,16 +45,19 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
 
 
 def painted(seed: str, num_tokens: int = 600) -> tuple[str, str]:
-    """A document in which a thing is grey, and a prompt that says before it what that means, and asks: KV of the
-    document alone is wrong there."""
+    """A document in which a thing is grey, and a prompt that says before it what that means, and
+    asks: KV of the document alone is wrong there."""
     facts, note = Facts(needle=4, glossary=1), "note grey means 51 ."
-    [document] = make_documents(Random(seed), facts, orders=[(0,)], num_tokens=num_tokens, colours=["grey"])
+    [document] = make_documents(
+        Random(seed), facts, orders=[(0,)], num_tokens=num_tokens, colours=["grey"]
+    )
     [question] = [one for one in read([note, document]) if one.crosses]
     return document, f"{note} {document} {question.text}"
 
 
 def scored(server: RunningServer, key: str) -> list[dict[str, Any]]:
-    """The recent requests of this tenant, the latest first, once all that are pending have been scored."""
+    """The recent requests of this tenant, the latest first, once all that are pending have been
+    scored."""
     deadline = time.monotonic() + SCORE_S
     while time.monotonic() < deadline:
         recent = server.status(key)["recent"]
@@ -55,11 +67,14 @@ def scored(server: RunningServer, key: str) -> list[dict[str, Any]]:
     raise AssertionError(f"not scored within {SCORE_S} s: {recent}")
 
 
-def complete(server: RunningServer, prompt: str, key: str = ALICE, **options: Any) -> tuple[Any, dict[str, Any]]:
+def complete(
+    server: RunningServer, prompt: str, key: str = ALICE, **options: Any
+) -> tuple[Any, dict[str, Any]]:
     """A greedy completion, and its report."""
     answer = server.openai(key).completions.create(
         model="bundled", prompt=prompt, max_tokens=LENGTH, temperature=0,
-        extra_body={"ignore_eos": True, "return_token_ids": True, "kv_transfer_params": {"kvgraft": options}},
+        extra_body={"ignore_eos": True, "return_token_ids": True,
+        "kv_transfer_params": {"kvgraft": options}},
     )  # fmt: skip
     return answer, (answer.model_extra or {})["kv_transfer_params"]["kvgraft"]
 
@@ -83,11 +98,15 @@ def test_the_distances_are_those_from_exact_kv(guarded: RunningServer, policy: s
     tokens = answer.choices[0].model_extra["token_ids"]
     ours, exact = (
         told(ask(guarded, ALICE, prompt, LENGTH, **giving(tokens, namespace=elsewhere_, **options)))
-        for elsewhere_, options in ((f"again {policy}", {"policy": policy}), (here, {"reuse": "exact"}))
+        for elsewhere_, options in (
+            (f"again {policy}", {"policy": policy}),
+            (here, {"reuse": "exact"}),
+        )
     )
     expected = along_logprobs(ours, exact, tokens)
     assert found["flips"] == pytest.approx(expected["flips"])
-    assert found["loglik"] == pytest.approx(expected["loglik"], abs=0.1)  # bfloat16, and three tokens a place
+    # bfloat16, and three tokens a place
+    assert found["loglik"] == pytest.approx(expected["loglik"], abs=0.1)
     assert found["answer_kl"] >= expected["answer_kl"] - 0.1
     assert (found["answer_kl"] > 0.05) == (policy == "naive")
 
@@ -126,12 +145,16 @@ def test_tenants_see_what_is_known_of_their_own_answers(guarded: RunningServer, 
     assert (seen["policies"], seen["share_reached"]) == ({}, None)
     assert everything["tenants"].keys() >= {LABELS[ALICE], LABELS[BOB]}
     assert everything["tenants"][LABELS[BOB]] == seen["tenants"][LABELS[BOB]]
-    assert sum(one["as_asked"]["answers"] for one in everything["policies"].values() if "as_asked" in one)
+    assert sum(
+        one["as_asked"]["answers"] for one in everything["policies"].values() if "as_asked" in one
+    )
     assert everything["target"] == TARGET
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_own_log_probabilities_are_told_and_such_answers_not_scored(guarded: RunningServer, texts: Any, streams: bool):
+def test_own_log_probabilities_are_told_and_such_answers_not_scored(
+    guarded: RunningServer, texts: Any, streams: bool
+):
     document = texts.document()
     complete(guarded, document)
     answer = guarded.openai(ALICE).completions.create(
@@ -175,13 +198,21 @@ def test_metrics_count_what_was_scored(guarded: RunningServer, texts: Any):
     complete(guarded, elsewhere(document))
     scored(guarded, ALICE)
     after = metrics(guarded)
-    for name in ('answers_total{model_name="bundled",outcome="scored"', "approximate_total", "kl_count", "flips_count"):
+    for name in (
+        'answers_total{model_name="bundled",outcome="scored"',
+        "approximate_total",
+        "kl_count",
+        "flips_count",
+    ):
         assert after(name) == before(name) + 1
     assert after("tokens_total") >= before("tokens_total") + 600
     assert 0 < after('bound{measure="flips"') <= 32 * 2
 
 
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @pytest.mark.parametrize(
@@ -198,7 +229,11 @@ def test_kinds_of_requests_that_get_exact_kv(
 ):
     document = texts.document()
     complete(guarded, document)
-    ask = {"model": "bundled", "messages": [{"role": "user", "content": elsewhere(document)}], "max_tokens": 2}
+    ask = {
+        "model": "bundled",
+        "messages": [{"role": "user", "content": elsewhere(document)}],
+        "max_tokens": 2,
+    }
     with guarded.http(ALICE) as client:
         answer = client.post("/v1/chat/completions", json={**ask, **body})
     assert answer.is_success, answer.text
@@ -217,24 +252,32 @@ def test_requests_say_what_quality_they_want(guarded: RunningServer, texts: Any,
 
 
 def test_another_quality_is_refused(guarded: RunningServer):
-    body = {"model": "bundled", "prompt": QUESTION, "kv_transfer_params": {"kvgraft": {"quality": "good"}}}
+    body = {
+        "model": "bundled",
+        "prompt": QUESTION,
+        "kv_transfer_params": {"kvgraft": {"quality": "good"}},
+    }
     with guarded.http(ALICE) as client:
         answer = client.post("/v1/completions", json=body)
     assert answer.status_code == httpx.codes.BAD_REQUEST
     assert "quality must be one of exact, guarded, fast, got 'good'" in answer.text
 
 
-@pytest.mark.parametrize("inside", [{"kvgraft_exact": "off"}, {"kvgraft": {"kvgraft_exact": "off"}}])
+@pytest.mark.parametrize(
+    "inside", [{"kvgraft_exact": "off"}, {"kvgraft": {"kvgraft_exact": "off"}}]
+)
 def test_what_only_the_server_says_clients_may_not(guarded: RunningServer, inside: dict[str, Any]):
     with guarded.http(ALICE) as client:
         answer = client.post(
-            "/v1/completions", json={"model": "bundled", "prompt": QUESTION, "kv_transfer_params": inside}
+            "/v1/completions",
+            json={"model": "bundled", "prompt": QUESTION, "kv_transfer_params": inside},
         )
     assert answer.status_code == httpx.codes.BAD_REQUEST
 
 
 def test_a_policy_whose_answers_are_bad_is_replaced_by_exact_kv(guarded: RunningServer, texts: Any):
-    """The last test of this server: `epic` with one token cannot answer at all, and has no budget to enlarge."""
+    """The last test of this server: `epic` with one token cannot answer at all, and has no budget
+    to enlarge."""
     options, reports = {"policy": "epic", "start_tokens": 1}, []
     for number in range(60):
         here = f"tripped {number}"
@@ -251,7 +294,11 @@ def test_a_policy_whose_answers_are_bad_is_replaced_by_exact_kv(guarded: Running
     assert known["level"] == "exact"
     assert known["as_asked"]["flips"]["mean"] > 0.05
     assert metrics(guarded)("transitions_total") >= 1
-    moved = next(line for line in guarded.log.read_text().splitlines() if "from level as_asked to level exact" in line)
+    moved = next(
+        line
+        for line in guarded.log.read_text().splitlines()
+        if "from level as_asked to level exact" in line
+    )
     assert re.search(r"WARNING \d\d-\d\d \d\d:\d\d:\d\d .*guard: policy epic: from level", moved)
     own = guarded.openai(ALICE).completions.create(
         model="bundled", prompt=prompt, max_tokens=2, logprobs=2,
@@ -259,7 +306,13 @@ def test_a_policy_whose_answers_are_bad_is_replaced_by_exact_kv(guarded: Running
     )  # fmt: skip
     assert (own.model_extra or {})["kv_transfer_params"]["kvgraft"]["reason"] == "guard_tripped"
     assert own.choices[0].logprobs.tokens, "what a client asks for it gets"
-    for namespace, how in (("fast", {"quality": "fast", **options}), ("another policy", {"policy": "naive"})):
+    for namespace, how in (
+        ("fast", {"quality": "fast", **options}),
+        ("another policy", {"policy": "naive"}),
+    ):
         document = texts.document(300)
         complete(guarded, document, namespace=namespace)
-        assert complete(guarded, elsewhere(document), namespace=namespace, **how)[1]["outcome"] == "grafted"
+        assert (
+            complete(guarded, elsewhere(document), namespace=namespace, **how)[1]["outcome"]
+            == "grafted"
+        )

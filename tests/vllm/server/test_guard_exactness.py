@@ -1,5 +1,5 @@
-"""With every answer scored, what is exact is what plain vLLM says, in float32; also on KV computed to score, and beside
-a store, shared namespaces and text that is read anew."""
+"""With every answer scored, what is exact is what plain vLLM says, in float32; also on KV computed
+to score, and beside a store, shared namespaces and text that is read anew."""
 
 import os
 from collections.abc import Iterator
@@ -31,11 +31,15 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running([*SERVE, "--no-kvgraft"], tmp_path_factory.mktemp("plain") / "log", {**os.environ}) as started:
+    with running(
+        [*SERVE, "--no-kvgraft"], tmp_path_factory.mktemp("plain") / "log", {**os.environ}
+    ) as started:
         yield started
 
 
-def answered(server: RunningServer, prompt: str | list[int], key: str = ALICE, **options: Any) -> Any:
+def answered(
+    server: RunningServer, prompt: str | list[int], key: str = ALICE, **options: Any
+) -> Any:
     """A greedy completion with log-probabilities, which is never scored."""
     extra = {"kv_transfer_params": {"kvgraft": options}} if options else {}
     return server.openai(key).completions.create(
@@ -76,7 +80,9 @@ def test_exact_prefixes_that_were_computed_to_score_are_what_plain_vllm_says(
         complete(guarded, document, **here)
         _, report = complete(guarded, prompt, **here, policy="naive")
         assert report["guard"] == "pending"
-        assert scored(guarded, ALICE)[0]["scored"]["answer_kl"] > TOLERANCE, "what was grafted is not exact"
+        assert scored(guarded, ALICE)[0]["scored"]["answer_kl"] > TOLERANCE, (
+            "what was grafted is not exact"
+        )
         for longer in (prompt, f"{prompt} {document}"):
             for options in ({}, {"quality": "exact"}):
                 answer = answered(guarded, longer, **here, **options)
@@ -88,7 +94,9 @@ def test_exact_prefixes_that_were_computed_to_score_are_what_plain_vllm_says(
 
 
 @pytest.mark.soak
-def test_conversations_of_two_tenants_are_scored_turn_by_turn(guarded: RunningServer, plain: RunningServer, texts: Any):
+def test_conversations_of_two_tenants_are_scored_turn_by_turn(
+    guarded: RunningServer, plain: RunningServer, texts: Any
+):
     """Alice waits until her turn has been scored, and goes on with exact KV; Bob does not wait."""
     wiki = texts.document(300)
     share(guarded, "wiki", wiki)
@@ -105,19 +113,26 @@ def test_conversations_of_two_tenants_are_scored_turn_by_turn(guarded: RunningSe
             assert (report["outcome"], report["guard"]) == ("grafted", "pending")
             assert report["prefix_tokens"] + report["continued_tokens"] > before - 64
             if one is alice:
-                assert (report["continued_tokens"], report["depth"]) == (0, 1), "only this turn is approximate"
+                assert (report["continued_tokens"], report["depth"]) == (0, 1), (
+                    "only this turn is approximate"
+                )
                 scored(guarded, ALICE)
             check_that_nobody_else_goes_on(guarded, one, other)
     for one in (alice, bob):
         scored(guarded, one.key)
         for options in WANT_EXACT:
-            assert_equal(answered(guarded, one.tokens, one.key, **options), answered(plain, one.tokens))
+            assert_equal(
+                answered(guarded, one.tokens, one.key, **options), answered(plain, one.tokens)
+            )
 
 
 def test_beside_a_flow_only_what_reuse_changes_is_scored(tmp_path: Path):
     arguments = [*SERVE, *GUARD, "--kvgraft-flow", "quest:topk_blocks=4"]
     with running(arguments, tmp_path / "log", {**os.environ, "KVGRAFT_ADMIN_KEY": ADMIN}) as server:
-        for policy, is_exact in (({"policy": "naive"}, False), ({"policy": "spread", "recompute_share": 1.0}, True)):
+        for policy, is_exact in (
+            ({"policy": "naive"}, False),
+            ({"policy": "spread", "recompute_share": 1.0}, True),
+        ):
             document, prompt = painted(f"flow {is_exact}")
             complete(server, document)
             assert complete(server, prompt, **policy)[1]["outcome"] == "grafted"

@@ -36,13 +36,19 @@ class Engine:
         self.running = 0
         self.before_request: Callable[[], Any] | None = None
 
-    async def operate(self, call: Call, control: Control, token_ids: list[int], request_id: str) -> dict[str, Any]:
+    async def operate(
+        self, call: Call, control: Control, token_ids: list[int], request_id: str
+    ) -> dict[str, Any]:
         assert call.low_priority
         assert call.salt
         if self.fails:
             raise RuntimeError("the engine is dead")
         if control.op == REFRESH:
-            return {"tokens": self.texts[0], "cache_salt": "whose it is"} if self.texts else {"tokens": []}
+            return (
+                {"tokens": self.texts[0], "cache_salt": "whose it is"}
+                if self.texts
+                else {"tokens": []}
+            )
         self.log.append((control.op, call.salt, len(token_ids)))
         self.aborted.clear()
         self.running += 1
@@ -145,7 +151,9 @@ def test_an_engine_that_fails_is_asked_no_more_and_requests_go_on():
     run(engine, story)
 
 
-@pytest.mark.parametrize("flags", [[], ["--kvgraft-idle-refresh", "0"], ["--kvgraft-idle-refresh", "0.1"]])
+@pytest.mark.parametrize(
+    "flags", [[], ["--kvgraft-idle-refresh", "0"], ["--kvgraft-idle-refresh", "0.1"]]
+)
 def test_a_server_reads_anew_only_if_asked_to(monkeypatch: pytest.MonkeyPatch, flags: list[str]):
     monkeypatch.delenv(API_KEY, raising=False)
 
@@ -154,7 +162,9 @@ def test_a_server_reads_anew_only_if_asked_to(monkeypatch: pytest.MonkeyPatch, f
         entrances["output_processor"] = SimpleNamespace(process_outputs=None)
         entrances["engine_core"] = SimpleNamespace(add_request_async=None)
         state = ServerState(parse(flags))
-        entrances["vllm_config"] = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
+        entrances["vllm_config"] = SimpleNamespace(
+            model_config=SimpleNamespace(served_model_name="m")
+        )
         entrances["is_paused"] = asyncio.Event().wait
         state.connect(SimpleNamespace(**entrances))
         return state
@@ -169,7 +179,10 @@ def test_a_server_reads_anew_only_if_asked_to(monkeypatch: pytest.MonkeyPatch, f
     [
         (["--kvgraft-idle-refresh", "1.5"], "idle_refresh must be a share from 0 to 1, got 1.5"),
         (["--kvgraft-idle-refresh", "0.1", "--enable-sleep-mode"], "must not read"),
-        (["--kvgraft-idle-refresh", "0.1", "--no-kvgraft"], "does not go with --kvgraft-idle-refresh"),
+        (
+            ["--kvgraft-idle-refresh", "0.1", "--no-kvgraft"],
+            "does not go with --kvgraft-idle-refresh",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(flags: list[str], message: str):
@@ -190,12 +203,17 @@ def reading_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running
 def num_read(server: RunningServer) -> int:
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     return int(
-        sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("kvgraft:idle_refresh_tokens_total{"))
+        sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line.startswith("kvgraft:idle_refresh_tokens_total{")
+        )
     )
 
 
 def grafted(server: RunningServer, key: str, document: str, number: int) -> tuple[int, int]:
-    """What is grafted by a prompt that holds the document somewhere, and the depth of what its answer rests on."""
+    """What is grafted by a prompt that holds the document somewhere, and the depth of what its
+    answer rests on."""
     report = complete(server, key, f"note grey means {number} . {document} {QUESTION}")[1]
     return report["grafted_tokens"], report["depth"]
 
@@ -219,7 +237,9 @@ def wait_until_read(server: RunningServer, least: int) -> None:
 
 
 @pytest.mark.slow
-def test_between_requests_popular_text_becomes_exact_for_its_tenant_alone(reading_server: RunningServer, texts: Any):
+def test_between_requests_popular_text_becomes_exact_for_its_tenant_alone(
+    reading_server: RunningServer, texts: Any
+):
     document, num_tokens = read_behind(reading_server, texts, ALICE, 600)
     assert num_tokens >= 500
     before = reading_server.status(ALICE)["totals"]["requests"]
@@ -233,12 +253,17 @@ def test_between_requests_popular_text_becomes_exact_for_its_tenant_alone(readin
 
 
 @pytest.mark.soak
-def test_requests_that_come_meanwhile_are_answered_and_it_is_read_in_the_end(reading_server: RunningServer, texts: Any):
+def test_requests_that_come_meanwhile_are_answered_and_it_is_read_in_the_end(
+    reading_server: RunningServer, texts: Any
+):
     before = num_read(reading_server)
     document, num_tokens = read_behind(reading_server, texts, ALICE, 3500)
     wait_until_read(reading_server, before + 1)  # it has begun
     for number in range(60, 65):
-        assert complete(reading_server, BOB, f"note grey means {number} . {QUESTION}")[1]["outcome"] == "miss"
+        assert (
+            complete(reading_server, BOB, f"note grey means {number} . {QUESTION}")[1]["outcome"]
+            == "miss"
+        )
     wait_until_read(reading_server, before + num_tokens)
     assert grafted(reading_server, ALICE, document, 75)[1] == 1
 

@@ -25,21 +25,34 @@ END_S = 60.0  # in which a server without requests has ended, with all of its pr
 def serving(log: Path, *flags: str) -> Iterator[RunningServer]:
     """A server of one tenant, and no process of it left afterwards."""
     arguments = ["-m", "kvgraft", "serve", "--kvgraft-costs", "tokens", *flags]
-    with running(arguments, log, {k: v for k, v in os.environ.items() if k != "VLLM_API_KEY"}) as server:
+    with running(
+        arguments, log, {k: v for k, v in os.environ.items() if k != "VLLM_API_KEY"}
+    ) as server:
         yield server
 
 
 class Stream(Thread):
     """A stream of one request, read to its end in a thread."""
 
-    def __init__(self, server: RunningServer, num_tokens: int, path: str = "/v1/completions", **body: Any) -> None:
+    def __init__(
+        self, server: RunningServer, num_tokens: int, path: str = "/v1/completions", **body: Any
+    ) -> None:
         super().__init__(daemon=True)
         self.lines: list[str] = []
         self.error: httpx.HTTPError | None = None
         self._url = server.url + path
-        self._body = {"model": "bundled", "max_tokens": num_tokens, "ignore_eos": True, "stream": True, **body}
+        self._body = {
+            "model": "bundled",
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            **body,
+        }
         if path == "/v1/completions":
-            self._body |= {"prompt": "question : code of lamp ? answer :", "stream_options": {"include_usage": True}}
+            self._body |= {
+                "prompt": "question : code of lamp ? answer :",
+                "stream_options": {"include_usage": True},
+            }
         self.start()
         wait_for(lambda: len(self.lines) > 2)
 
@@ -72,7 +85,10 @@ def wait_for(condition: Callable[[], bool], within_s: float = WAIT_S) -> float:
 
 def family(server: RunningServer) -> list[psutil.Process]:
     """All processes of a server, which must be more than one."""
-    found = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+    found = [
+        psutil.Process(server.process.pid),
+        *psutil.Process(server.process.pid).children(recursive=True),
+    ]
     assert len(found) > 1
     return found
 
@@ -83,7 +99,8 @@ def engine(server: RunningServer) -> list[psutil.Process]:
 
 
 def is_gone(processes: list[psutil.Process]) -> bool:
-    """Whether none of them runs; those that a test has started must be waited for by someone else."""
+    """Whether none of them runs; those that a test has started must be waited for by someone
+    else."""
     alive = [process for process in processes if process.is_running()]
     states = []
     for process in alive:
@@ -99,12 +116,16 @@ def health(server: RunningServer) -> httpx.Response:
 def silent_s(server: RunningServer) -> float:
     """What the metric says."""
     text = httpx.get(f"{server.url}/metrics", timeout=5.0).text
-    [value] = re.findall(r'^kvgraft:engine_silent_seconds\{model_name="bundled"\} (\S+)$', text, re.MULTILINE)
+    [value] = re.findall(
+        r'^kvgraft:engine_silent_seconds\{model_name="bundled"\} (\S+)$', text, re.MULTILINE
+    )
     return float(value)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_streams_end_as_ever_after_the_signal_and_new_requests_are_refused(tmp_path: Path, number: int):
+def test_streams_end_as_ever_after_the_signal_and_new_requests_are_refused(
+    tmp_path: Path, number: int
+):
     with serving(tmp_path / "log") as server:
         processes, stream = family(server), Stream(server, 1500)
         if number == signal.SIGINT:
@@ -114,7 +135,10 @@ def test_streams_end_as_ever_after_the_signal_and_new_requests_are_refused(tmp_p
         wait_for(lambda: health(server).status_code == 503)
         ask = {"model": "bundled", "prompt": "lamp", "max_tokens": 1}
         refused = httpx.post(f"{server.url}/v1/completions", json=ask, timeout=10.0)
-        shown = [httpx.get(f"{server.url}{path}", timeout=5.0) for path in ("/metrics", "/v1/kvgraft/status")]
+        shown = [
+            httpx.get(f"{server.url}{path}", timeout=5.0)
+            for path in ("/metrics", "/v1/kvgraft/status")
+        ]
         assert stream.is_alive(), "the stream was too short for this test"
 
         for answer in (health(server), refused):
@@ -160,7 +184,7 @@ def ask_whole(server: RunningServer) -> httpx.Response:
 
 def test_a_second_signal_ends_at_once(tmp_path: Path):
     with serving(tmp_path / "log") as server:
-        processes, stream = family(server), Stream(server, 4000)
+        processes, stream = family(server), Stream(server, 4000, n=8)
         os.kill(server.process.pid, signal.SIGTERM)
         wait_for(lambda: health(server).status_code == 503)
         assert stream.is_alive()

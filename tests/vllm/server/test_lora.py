@@ -31,17 +31,47 @@ def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def serving(model: Path, folder: Path) -> Iterator[RunningServer]:
-    arguments = ["-m", "kvgraft", "serve", str(model), "--served-model-name", "base", "--api-key", ALICE, BOB]
-    arguments += ["--dtype", "float32", "--max-model-len", "2048", "--num-gpu-blocks-override", "200"]
+    arguments = [
+        "-m",
+        "kvgraft",
+        "serve",
+        str(model),
+        "--served-model-name",
+        "base",
+        "--api-key",
+        ALICE,
+        BOB,
+    ]
+    arguments += [
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "2048",
+        "--num-gpu-blocks-override",
+        "200",
+    ]
     arguments += ["--enable-lora", "--max-loras", "4", "--max-lora-rank", "8"]
     arguments += ["--lora-modules", *(f"{name}={folder / name}" for name in "ab")]
-    arguments += ["--kvgraft-costs", "tokens", "--kvgraft-guard", "1.0", "--kvgraft-guard-tokens", "1000000"]
-    environment = {**os.environ, "KVGRAFT_ADMIN_KEY": ADMIN, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    arguments += [
+        "--kvgraft-costs",
+        "tokens",
+        "--kvgraft-guard",
+        "1.0",
+        "--kvgraft-guard-tokens",
+        "1000000",
+    ]
+    environment = {
+        **os.environ,
+        "KVGRAFT_ADMIN_KEY": ADMIN,
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    }
     with running(arguments, folder / "log", environment) as started:
         yield started
 
 
-def ask(server: RunningServer, model: str, prompt: list[int], key: str = ALICE, **options: Any) -> tuple[str, Any]:
+def ask(
+    server: RunningServer, model: str, prompt: list[int], key: str = ALICE, **options: Any
+) -> tuple[str, Any]:
     """The answer, and the report."""
     answer = server.openai(key).completions.create(
         model=model, prompt=prompt, max_tokens=8, temperature=0,
@@ -65,7 +95,10 @@ def test_a_model_name_is_an_adapter_and_its_text_is_its_own(serving: RunningServ
         text, report = ask(serving, name, elsewhere(document), namespace="own", **EVERYTHING)
         assert (report["grafted_tokens"] > 0) == (name == "a")
         assert text == answers[name]
-        assert ask(serving, name, elsewhere(document, 1), BOB, namespace="own")[1]["grafted_tokens"] == 0
+        assert (
+            ask(serving, name, elsewhere(document, 1), BOB, namespace="own")[1]["grafted_tokens"]
+            == 0
+        )
 
 
 def test_answers_are_scored_under_their_own_adapter(serving: RunningServer):
@@ -112,8 +145,13 @@ def test_an_adapter_that_is_loaded_again_knows_nothing_of_its_earlier_weights(
         before, report = ask(serving, "c", elsewhere(document), **here, **EVERYTHING)
         assert report["grafted_tokens"] > 0
         make_adapter(folder / "c", model, seed=4)
-        assert admin.post("/v1/load_lora_adapter", json={**given, "load_inplace": True}).status_code == 200
+        assert (
+            admin.post("/v1/load_lora_adapter", json={**given, "load_inplace": True}).status_code
+            == 200
+        )
         after, report = ask(serving, "c", elsewhere(document), **here, **EVERYTHING)
         assert (report["grafted_tokens"], report["prefix_tokens"]) == (0, 0)
         assert after != before
-        assert ask(serving, "c", elsewhere(document, 1), **here, **EVERYTHING)[1]["grafted_tokens"] > 0
+        assert (
+            ask(serving, "c", elsewhere(document, 1), **here, **EVERYTHING)[1]["grafted_tokens"] > 0
+        )

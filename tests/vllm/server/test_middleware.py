@@ -1,4 +1,5 @@
-"""The middleware around small applications: what it lets through, when, and how much of it it holds."""
+"""The middleware around small applications: what it lets through, when, and how much of it it
+holds."""
 
 import asyncio
 import json
@@ -24,7 +25,8 @@ KEYRING = Keyring(Keys((ALICE, BOB), ADMIN))
 GRANTS = Grants([f"wiki={ALICE}", f"law={BOB}"], KEYRING)
 DEFAULT = RequestOptions(parse_policy("sparsex"))
 REPORT = {"policy": "naive", "grafted_tokens": 3}
-OTHERS = [None, {"policy": "epic", "grafted_tokens": 0}]  # of further prompts; of one the engine said nothing
+# of further prompts; of one the engine said nothing
+OTHERS = [None, {"policy": "epic", "grafted_tokens": 0}]
 FIRST = {"kvgraft": REPORT}
 USAGE = b'data: {"id":"x","choices":[],"usage":{"prompt_tokens":3}}\n\n'
 DELTA = b'event: content_block_delta\ndata: {"delta":{"text":"event: message_stop\\ndata: {}"}}\n\n'
@@ -88,7 +90,9 @@ def test_requests_that_may_call_tools_are_known_as_such(body: bytes, expected: b
     assert found == [frozenset({"tools"} if expected else ()), frozenset()]
 
 
-def scope(key: str | None, headers: dict[str, str] | None = None, path: str = "/v1/completions") -> dict[str, Any]:
+def scope(
+    key: str | None, headers: dict[str, str] | None = None, path: str = "/v1/completions"
+) -> dict[str, Any]:
     given = {"Authorization": f"Bearer {key}", **(headers or {})}
     raw = [(name.lower().encode(), value.encode()) for name, value in given.items()]
     return {"type": "http", "method": "POST", "path": path, "headers": raw, "query_string": b""}
@@ -104,7 +108,9 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 def status_and_text(sent: list[dict[str, Any]]) -> tuple[int, str]:
-    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:]).decode("latin-1")
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:]).decode(
+        "latin-1"
+    )
 
 
 def test_the_application_gets_the_whole_body_and_then_what_the_client_sends_next():
@@ -113,7 +119,9 @@ def test_the_application_gets_the_whole_body_and_then_what_the_client_sends_next
         assert await receive() == {"type": "http.disconnect"}
         await PlainTextResponse("heard")(scope, receive, send)
 
-    sent = asyncio.run(converse(app, part(b"one ", more=True), part(b"two"), {"type": "http.disconnect"}))
+    sent = asyncio.run(
+        converse(app, part(b"one ", more=True), part(b"two"), {"type": "http.disconnect"})
+    )
     assert status_and_text(sent) == (200, "heard")
 
 
@@ -136,7 +144,9 @@ def test_a_body_that_turns_out_too_long_is_refused_where_it_passes_the_limit():
     half = bytes(MAX_BODY // 2)
     allowed = asyncio.run(converse(echo, part(half, more=True), part(half)))
     assert allowed[0]["status"] == 200
-    sent = asyncio.run(converse(echo, part(half, more=True), part(half, more=True), part(b"x", more=True)))
+    sent = asyncio.run(
+        converse(echo, part(half, more=True), part(half, more=True), part(b"x", more=True))
+    )
     assert status_and_text(sent)[0] == 413
 
 
@@ -180,7 +190,10 @@ BAD_PARAMS = [
     ({"kvgraft": {"policy": "naive", "topk": 0.1}}, "no option 'topk'"),
     ({"kvgraft": {"reuse": False}}, "reuse must be 'auto', 'exact' or 'off'"),
     ({"kvgraft": {"shared": "wiki"}}, "shared must be a list of names, got 'wiki'"),
-    ({"kvgraft": {"shared": [""]}}, "shared: a name must be a printable string of 1 to 128 characters, got ''"),
+    (
+        {"kvgraft": {"shared": [""]}},
+        "shared: a name must be a printable string of 1 to 128 characters, got ''",
+    ),
     ({"kvgraft": {"shared": ["wiki", 3]}}, "shared: a name must be a printable string"),
     ({"kvgraft": {"shared": ["wiki", "wiki"]}}, "shared has a name twice"),
     ({"kvgraft": {}, "kvgraft_granted": {}}, "no field 'kvgraft_granted'"),
@@ -211,13 +224,18 @@ WRAPPED = {"kv_transfer_params": OPTIONS}
         ({"extra_body": OPTIONS}, "extra_body.kvgraft"),
         ({"extra_body": {"extra_body": WRAPPED}}, "extra_body.extra_body.kv_transfer_params"),
         ({"extra_body": json.dumps(WRAPPED)}, "extra_body.kv_transfer_params"),
-        ({"extra_body": json.dumps({"extra_body": json.dumps(WRAPPED)})}, "extra_body.extra_body.kv_transfer_params"),
+        (
+            {"extra_body": json.dumps({"extra_body": json.dumps(WRAPPED)})},
+            "extra_body.extra_body.kv_transfer_params",
+        ),
         ({"top_p": float("nan"), "extra_body": WRAPPED}, "extra_body.kv_transfer_params"),
         ({"vllm_xargs": {"kvgraft": "exact"}}, "vllm_xargs.kvgraft"),
         ({"model_kwargs": {"extra_body": WRAPPED}}, "model_kwargs.extra_body.kv_transfer_params"),
     ],
 )
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
+)
 def test_options_where_nothing_reads_them_are_refused_with_the_place_where_they_belong(
     path: str, body: Any, field: str
 ):
@@ -225,7 +243,9 @@ def test_options_where_nothing_reads_them_are_refused_with_the_place_where_they_
     status, text = status_and_text(sent)
     error = json.loads(text)["error"]
     assert (status, error["param"]) == (400, field)
-    assert error["message"].startswith(f'{field} has no effect here: send "kv_transfer_params": {{"kvgraft": {{...}}}}')
+    assert error["message"].startswith(
+        f'{field} has no effect here: send "kv_transfer_params": {{"kvgraft": {{...}}}}'
+    )
 
 
 @pytest.mark.parametrize(
@@ -246,9 +266,15 @@ def test_what_only_mentions_an_option_passes(body: Any):
     assert status_and_text(asyncio.run(converse(echo, part(raw)))) == (200, raw.decode())
 
 
-@pytest.mark.parametrize(("key", "name", "status"), [(ALICE, "wiki", 200), (BOB, "wiki", 404), (BOB, "none", 404)])
-def test_what_is_not_shared_with_a_key_is_refused_before_the_application(key: str, name: str, status: int):
-    body = json.dumps({"stream": True, "kv_transfer_params": {"kvgraft": {"shared": [name]}}}).encode()
+@pytest.mark.parametrize(
+    ("key", "name", "status"), [(ALICE, "wiki", 200), (BOB, "wiki", 404), (BOB, "none", 404)]
+)
+def test_what_is_not_shared_with_a_key_is_refused_before_the_application(
+    key: str, name: str, status: int
+):
+    body = json.dumps(
+        {"stream": True, "kv_transfer_params": {"kvgraft": {"shared": [name]}}}
+    ).encode()
     got, text = status_and_text(asyncio.run(converse(echo, part(body), key=key)))
     assert got == status
     assert status == 200 or json.loads(text)["error"] == {
@@ -260,15 +286,25 @@ def test_what_is_not_shared_with_a_key_is_refused_before_the_application(key: st
 
 
 def test_an_error_does_not_repeat_more_than_a_line_of_what_was_sent():
-    for params in ({"kvgraft": {"x" * 10**6: 1}}, {"kvgraft": {"policy": "x" * 10**6}}, {"x" * 10**6: 1}):
+    for params in (
+        {"kvgraft": {"x" * 10**6: 1}},
+        {"kvgraft": {"policy": "x" * 10**6}},
+        {"x" * 10**6: 1},
+    ):
         with pytest.raises(ValueError, match="kv_transfer_params") as error:
             parse_params(params, DEFAULT)
         assert len(str(error.value)) <= 300
 
 
 def test_good_options_pass():
-    options = parse_params({"kvgraft": {"boundary_layers": 2, "reuse": "off", "namespace": "n"}}, DEFAULT)
-    assert (options.policy, options.reuse, options.namespace) == (parse_policy("sparsex:boundary_layers=2"), False, "n")
+    options = parse_params(
+        {"kvgraft": {"boundary_layers": 2, "reuse": "off", "namespace": "n"}}, DEFAULT
+    )
+    assert (options.policy, options.reuse, options.namespace) == (
+        parse_policy("sparsex:boundary_layers=2"),
+        False,
+        "n",
+    )
     body = b'{"kv_transfer_params": {"kvgraft": {"policy": "naive"}}}'
     assert status_and_text(asyncio.run(converse(echo, part(body)))) == (200, body.decode())
 
@@ -288,7 +324,9 @@ def test_whose_request_it_is_is_known_inside_and_forgotten_outside():
         assert CURRENT.get() is None
 
     asyncio.run(both())
-    assert sorted(tenant.label for tenant, _ in seen) == sorted(Tenant.of(key).label for key in (ALICE, ALICE, BOB))
+    assert sorted(tenant.label for tenant, _ in seen) == sorted(
+        Tenant.of(key).label for key in (ALICE, ALICE, BOB)
+    )
     assert {route for _, route in seen} == {"/v1/completions"}
 
 
@@ -316,7 +354,11 @@ def test_a_stream_passes_chunk_by_chunk_as_it_comes():
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             await send(
-                {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [(b"content-type", b"text/event-stream")],
+                }
             )
             await send({"type": "http.response.body", "body": b"first", "more_body": True})
             await go_on.wait()
@@ -325,12 +367,15 @@ def test_a_stream_passes_chunk_by_chunk_as_it_comes():
         async def send(message: dict[str, Any]) -> None:
             sent.append(message)
             if message.get("body") == b"first":
-                go_on.set()  # only the arrival of the first chunk lets the application produce the second
+                # only the arrival of the first chunk lets the application produce the second
+                go_on.set()
 
         async def receive() -> dict[str, Any]:
             return part(b"")
 
-        middleware = ServerMiddleware(app, (keyring := Keyring(Keys((ALICE,)))), Grants((), keyring), DEFAULT)
+        middleware = ServerMiddleware(
+            app, (keyring := Keyring(Keys((ALICE,)))), Grants((), keyring), DEFAULT
+        )
         await asyncio.wait_for(middleware(scope(ALICE), receive, send), 30)
         assert bodies(sent) == [b"first", b"second"]
 
@@ -344,7 +389,9 @@ def test_the_chunk_with_the_usage_gets_the_report_and_no_other_chunk_changes():
         f"data: {says}\n\n".encode(),
         b": ping\n\n",
     ]
-    *others, usage = bodies(asyncio.run(converse(stream_of(*chunks), part(b""), {"type": "http.disconnect"})))
+    *others, usage = bodies(
+        asyncio.run(converse(stream_of(*chunks), part(b""), {"type": "http.disconnect"}))
+    )
     assert others == chunks
     assert usage.startswith(b"data: ")
     assert usage.endswith(b"\n\n")
@@ -365,7 +412,9 @@ def test_the_last_event_of_a_message_gets_the_report():
 
         await StreamingResponse(body(), media_type="text/event-stream")(scope, receive, send)
 
-    delta, stop = bodies(asyncio.run(converse(app, part(b""), {"type": "http.disconnect"}, path="/v1/messages")))
+    delta, stop = bodies(
+        asyncio.run(converse(app, part(b""), {"type": "http.disconnect"}, path="/v1/messages"))
+    )
     assert delta == DELTA
     prefix, _, data = stop.partition(b"data: ")
     assert (prefix, data[-2:]) == (b"event: message_stop\n", b"\n\n")
@@ -374,7 +423,9 @@ def test_the_last_event_of_a_message_gets_the_report():
 
 def test_without_a_report_or_outside_a_stream_nothing_changes():
     silent = stream_of(b"data: {}\n\n", report=None)
-    assert bodies(asyncio.run(converse(silent, part(b""), {"type": "http.disconnect"})))[-1] == USAGE
+    assert (
+        bodies(asyncio.run(converse(silent, part(b""), {"type": "http.disconnect"})))[-1] == USAGE
+    )
 
     async def whole(scope: Any, receive: Any, send: Any) -> None:
         call = CURRENT.get()
@@ -385,8 +436,11 @@ def test_without_a_report_or_outside_a_stream_nothing_changes():
     assert bodies(asyncio.run(converse(whole, part(b"")))) == [USAGE]
 
 
-def answer_of(cached: list[int], usage: Any, *, streams: bool = False, params: Any = FIRST) -> Application:
-    """An application that has asked the engine for as many prompts; `params` is what vLLM says of the first one."""
+def answer_of(
+    cached: list[int], usage: Any, *, streams: bool = False, params: Any = FIRST
+) -> Application:
+    """An application that has asked the engine for as many prompts; `params` is what vLLM says of
+    the first one."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         call = CURRENT.get()
@@ -413,7 +467,10 @@ def test_an_answer_to_several_prompts_has_the_reports_and_the_cached_tokens_of_a
     sent = asyncio.run(converse(app, part(b""), {"type": "http.disconnect"}))
     [body] = bodies(sent)
     answer = json.loads(body.removeprefix(b"data: "))
-    assert answer["usage"] == {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 96, "audio_tokens": 0}}
+    assert answer["usage"] == {
+        "prompt_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 96, "audio_tokens": 0},
+    }
     assert answer["kv_transfer_params"] == {"kvgraft": [REPORT, *OTHERS]}
     lengths = [int(value) for name, value in sent[0]["headers"] if name == b"content-length"]
     assert lengths == ([] if streams else [len(body)])

@@ -11,13 +11,17 @@ from test_server import complete, elsewhere
 
 from chromium import Page
 
-ROWS = "[...document.querySelectorAll('#{0} tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+ROWS = (
+    "[...document.querySelectorAll('#{0} tbody tr')].map(row => [...row.cells].map(cell => "
+    "cell.textContent))"
+)
 MARKUP = "<img src=x onerror=document.title='owned'>"
 
 
 @pytest.fixture(scope="module")
 def document(server: RunningServer, texts: Any) -> Iterator[str]:
-    """A text that Alice has pinned under a name that is markup, met again elsewhere, and that Bob reads."""
+    """A text that Alice has pinned under a name that is markup, met again elsewhere, and that Bob
+    reads."""
     text = texts.document()
     segment = {"tenant": LABELS[ALICE], "name": MARKUP, "text": text}
     with server.http(ADMIN) as admin:
@@ -51,12 +55,15 @@ def test_a_tenant_sees_its_requests_as_bars_and_its_segments(page: Page, server:
     assert newest[3] == str(expected["prompt_tokens"])
     assert newest[4].endswith(" ms")
     assert newest[5] == "grafted"
-    bars = "[...document.querySelector('#recent tbody tr').querySelectorAll('{0} > span')].map(s => s.className)"
+    bars = (
+        "[...document.querySelector('#recent tbody tr').querySelectorAll('{0} > span')].map(s => "
+        "s.className)"
+    )
     assert page.evaluate(bars.format(".bar:not(.thin)")) == [kind for *_, kind in expected["spans"]]
     assert page.evaluate(bars.format(".bar.thin")) == ["grafted", "recomputed", "fresh"]
     [segment] = rows(page, "pins")
     assert segment[0] == MARKUP
-    assert segment[2] == f"{server.status(ALICE)['segments'][0]['num_tokens']}"
+    assert segment[2] == f"{server.status(ALICE)['pins'][0]['num_tokens']}"
     assert page.evaluate("document.getElementById('view').textContent") == f"tenant {LABELS[ALICE]}"
     assert LABELS[BOB] not in page.evaluate("document.body.textContent")
 
@@ -66,7 +73,9 @@ def test_bars_have_the_proportions_of_the_prompt(page: Page, server: RunningServ
     show(page, server, ALICE)
     first = "document.querySelector('#recent tbody tr .bar:not(.thin)')"
     bar = page.evaluate(f"{first}.getBoundingClientRect().width")
-    widths = page.evaluate(f"[...{first}.children].map(piece => piece.getBoundingClientRect().width)")
+    widths = page.evaluate(
+        f"[...{first}.children].map(piece => piece.getBoundingClientRect().width)"
+    )
     newest = server.status(ALICE)["recent"][0]
     assert bar > 50
     for width, (start, stop, _) in zip(widths, newest["spans"], strict=True):
@@ -78,7 +87,9 @@ def test_the_admin_sees_all_tenants_and_why_nothing_was_grafted(page: Page, serv
     show(page, server, ADMIN)
     assert {row[1] for row in rows(page, "recent")} >= set(LABELS.values())
     assert page.evaluate("document.getElementById('view').textContent") == "all tenants"
-    misses = {row[0]: int(row[2].replace(",", "")) for row in rows(page, "misses") if row[1] == "miss"}
+    misses = {
+        row[0]: int(row[2].replace(",", "")) for row in rows(page, "misses") if row[1] == "miss"
+    }
     assert misses == server.status(ADMIN)["totals"]["misses"]
     pool = server.status(ADMIN)["pool"]
     legend = page.evaluate("document.getElementById('pool-legend').textContent")
@@ -96,16 +107,20 @@ def test_the_page_follows_the_server(page: Page, server: RunningServer, texts: A
 
 @pytest.mark.usefixtures("document")
 @pytest.mark.parametrize(("dark", "width"), [(False, 1200), (True, 1200), (False, 420)])
-def test_it_is_read_as_text_and_loads_nothing_from_elsewhere(page: Page, server: RunningServer, dark: bool, width: int):
+def test_it_is_read_as_text_and_loads_nothing_from_elsewhere(
+    page: Page, server: RunningServer, dark: bool, width: int
+):
     show(page, server, ADMIN, dark=dark, width=width)
-    page.wait_until("document.querySelectorAll('#segments tbody tr').length > 0")
+    page.wait_until("document.querySelectorAll('#pins tbody tr').length > 0")
     assert page.evaluate("document.title") == "KVGraft"
     assert page.evaluate("document.querySelectorAll('main img').length") == 0
     loaded = page.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)")
     assert set(loaded) == {f"{server.url}/v1/kvgraft/status"}
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(18, 22, 29)" if dark else "rgb(246, 247, 249)")
-    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert page.evaluate(
+        "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+    )
     assert page.complaints == []
 
 
@@ -113,7 +128,7 @@ def test_it_is_read_as_text_and_loads_nothing_from_elsewhere(page: Page, server:
 @pytest.mark.parametrize("key", [ALICE, ADMIN])
 def test_on_a_phone_everything_is_on_the_screen(page: Page, server: RunningServer, key: str):
     show(page, server, key, width=390)
-    page.wait_until("document.querySelectorAll('#segments tbody tr').length > 0")
+    page.wait_until("document.querySelectorAll('#pins tbody tr').length > 0")
     outside = """[...document.querySelectorAll('main *')].filter(element => {
         const box = element.getBoundingClientRect();
         return box.width && (box.left < 0 || box.right > document.documentElement.clientWidth);
@@ -121,9 +136,13 @@ def test_on_a_phone_everything_is_on_the_screen(page: Page, server: RunningServe
     assert page.evaluate(outside) == []
     numbers = "[...document.querySelector('#{0} tbody tr').querySelectorAll('td.number')]"
     for table, count in (("recent", 2), ("pins", 4)):
-        shown = page.evaluate(f"{numbers.format(table)}.map(cell => cell.getBoundingClientRect().width > 0)")
+        shown = page.evaluate(
+            f"{numbers.format(table)}.map(cell => cell.getBoundingClientRect().width > 0)"
+        )
         assert shown == [True] * count
-    named = page.evaluate(f"{numbers.format('segments')}.map(cell => getComputedStyle(cell, '::before').content)")
+    named = page.evaluate(
+        f"{numbers.format('pins')}.map(cell => getComputedStyle(cell, '::before').content)"
+    )
     assert [text.split('"')[1].strip() for text in named] == ["Tokens", "Blocks", "Shed", "Hits"]
 
 

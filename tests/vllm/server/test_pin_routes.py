@@ -36,12 +36,16 @@ def pin(client: httpx.Client, key: str, name: str, **source: Any) -> dict[str, A
     answer = client.post(PATH, json={"name": name, "tenant": LABELS[key], **source})
     assert answer.status_code == 200, answer.text
     told = answer.json()
-    assert told.keys() == {"tenant", "namespace", "pin", "num_pins"}, "what it costs to say does not grow"
+    assert told.keys() == {"tenant", "namespace", "pin", "num_pins"}, (
+        "what it costs to say does not grow"
+    )
     assert (told["tenant"], told["pin"]["name"]) == (LABELS[key], name)
     return told["pin"]
 
 
-def test_a_pinned_text_is_a_hit_for_its_tenant_only(server: RunningServer, admin: httpx.Client, texts: Any):
+def test_a_pinned_text_is_a_hit_for_its_tenant_only(
+    server: RunningServer, admin: httpx.Client, texts: Any
+):
     document = texts.document()
     segment = pin(admin, ALICE, "manual", text=document)
     assert segment["num_blocks"] == segment["num_tokens"] // BLOCK > 10
@@ -60,20 +64,27 @@ def test_a_text_is_tokenised_as_a_prompt(server: RunningServer, admin: httpx.Cli
     assert cached == report["prefix_tokens"] >= segment["num_tokens"] - BLOCK
 
 
-def test_messages_are_tokenised_as_the_beginning_of_a_chat(server: RunningServer, admin: httpx.Client, texts: Any):
-    """The template puts a token before each message, and a generation prompt that would fill the last block."""
+def test_messages_are_tokenised_as_the_beginning_of_a_chat(
+    server: RunningServer, admin: httpx.Client, texts: Any
+):
+    """The template puts a token before each message, and a generation prompt that would fill the
+    last block."""
     content = " ".join(texts.document().split()[: 10 * BLOCK - 3])
     messages: list[Any] = [{"role": "system", "content": content}]
     segment = pin(admin, ALICE, "chat", messages=messages)
     assert segment["num_blocks"] == 9
     chat = [*messages, {"role": "user", "content": "question : code of lamp ? answer :"}]
-    answer = server.openai(ALICE).chat.completions.create(model="bundled", messages=chat, max_tokens=1)
+    answer = server.openai(ALICE).chat.completions.create(
+        model="bundled", messages=chat, max_tokens=1
+    )
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == segment["num_tokens"]
 
 
-def test_a_namespace_has_segments_of_its_own(server: RunningServer, admin: httpx.Client, texts: Any):
+def test_a_namespace_has_segments_of_its_own(
+    server: RunningServer, admin: httpx.Client, texts: Any
+):
     document = texts.document()
     pin(admin, ALICE, "manual", text=document, namespace="wide")
     assert listed(admin, LABELS[ALICE]) == []
@@ -85,14 +96,20 @@ def test_a_namespace_has_segments_of_its_own(server: RunningServer, admin: httpx
 
 def test_a_list_that_names_no_tenant_has_the_segments_of_all(admin: httpx.Client, texts: Any):
     for key in (ALICE, BOB):
-        admin.post(PATH, json={"tenant": LABELS[key], "name": "one each", "text": texts.document()}).raise_for_status()
-    found = {(one["tenant"], one["name"]) for one in admin.get(PATH).raise_for_status().json()["pins"]}
+        admin.post(
+            PATH, json={"tenant": LABELS[key], "name": "one each", "text": texts.document()}
+        ).raise_for_status()
+    found = {
+        (one["tenant"], one["name"]) for one in admin.get(PATH).raise_for_status().json()["pins"]
+    }
     assert found >= {(LABELS[ALICE], "one each"), (LABELS[BOB], "one each")}
     for key in (ALICE, BOB):
         admin.delete(f"{PATH}/one each", params={"tenant": LABELS[key]}).raise_for_status()
 
 
-def test_a_name_stands_for_the_text_that_was_pinned_last_until_it_is_deleted(admin: httpx.Client, texts: Any):
+def test_a_name_stands_for_the_text_that_was_pinned_last_until_it_is_deleted(
+    admin: httpx.Client, texts: Any
+):
     where = {"tenant": LABELS[ALICE]}
     pin(admin, ALICE, "a/b c", text=texts.document(100))
     longer = pin(admin, ALICE, "a/b c", text=texts.document(300))
@@ -110,7 +127,12 @@ def test_more_than_a_tenant_may_pin_is_a_409_and_changes_nothing(admin: httpx.Cl
     """Half of the capacity, as this server's flags say."""
     pin(admin, ALICE, "0", text=texts.document(4000))
     for namespace in ("", "wide"):
-        wanted = {"name": "1", "tenant": LABELS[ALICE], "text": texts.document(4000), "namespace": namespace}
+        wanted = {
+            "name": "1",
+            "tenant": LABELS[ALICE],
+            "text": texts.document(4000),
+            "namespace": namespace,
+        }
         refused = admin.post(PATH, json=wanted)
         assert refused.status_code == 409
         assert "of at most 159, a share of 0.5" in refused.json()["error"]["message"]
@@ -119,10 +141,15 @@ def test_more_than_a_tenant_may_pin_is_a_409_and_changes_nothing(admin: httpx.Cl
     pin(admin, BOB, "0", text=texts.document(4000))
 
 
-def test_the_status_shows_each_tenant_its_segments(server: RunningServer, admin: httpx.Client, texts: Any):
+def test_the_status_shows_each_tenant_its_segments(
+    server: RunningServer, admin: httpx.Client, texts: Any
+):
     pin(admin, ALICE, "hers", text=texts.document(100))
     pin(admin, BOB, "his", text=texts.document(100), namespace="wide")
-    shown = {key: [(s["name"], s["namespace"]) for s in server.status(key)["pins"]] for key in (ALICE, BOB, ADMIN)}
+    shown = {
+        key: [(s["name"], s["namespace"]) for s in server.status(key)["pins"]]
+        for key in (ALICE, BOB, ADMIN)
+    }
     assert shown[ALICE] == [("hers", "")]
     assert shown[BOB] == [("his", "wide")]
     assert sorted(shown[ADMIN]) == [("hers", ""), ("his", "wide")]

@@ -1,4 +1,5 @@
-"""What the API server remembers of pinned documents, with an engine that only counts what it is asked."""
+"""What the API server remembers of pinned documents, with an engine that only counts what it is
+asked."""
 
 import asyncio
 from typing import Any
@@ -22,7 +23,12 @@ class Engine:
         self.asked: list[str] = []
 
     async def control(
-        self, tenant: Tenant, namespace: str, control: Control, token_ids: list[int], lora_request: Any
+        self,
+        tenant: Tenant,
+        namespace: str,
+        control: Control,
+        token_ids: list[int],
+        lora_request: Any,
     ) -> dict[str, Any]:
         self.held = self.all[control.adapter]
         assert (control.owner, control.quota) == (tenant.label, 0.25), "whatever the namespace"
@@ -51,15 +57,23 @@ def segments(engine: Engine) -> TenantPins:
     return TenantPins(lambda: engine, 0.25)
 
 
-def operate(segments: TenantPins, op: str, name: str = "", length: int = 1, adapter: str = "") -> dict[str, Any]:
-    return asyncio.run(segments.operate(ALICE, "", Control(op, name, adapter=adapter), [0] * length))
+def operate(
+    segments: TenantPins, op: str, name: str = "", length: int = 1, adapter: str = ""
+) -> dict[str, Any]:
+    return asyncio.run(
+        segments.operate(ALICE, "", Control(op, name, adapter=adapter), [0] * length)
+    )
 
 
 def names(segments: TenantPins, tenant: Tenant = ALICE) -> list[tuple[str, int]]:
-    return [(one["name"], one["num_tokens"]) for one in asyncio.run(segments.view(Principal(tenant)))]
+    return [
+        (one["name"], one["num_tokens"]) for one in asyncio.run(segments.view(Principal(tenant)))
+    ]
 
 
-def test_the_view_follows_each_operation_and_asks_once_in_a_while(engine: Engine, segments: TenantPins):
+def test_the_view_follows_each_operation_and_asks_once_in_a_while(
+    engine: Engine, segments: TenantPins
+):
     for number in range(20):
         operate(segments, "pin", str(number))
         assert len(names(segments)) == number + 1
@@ -97,7 +111,9 @@ def test_segments_of_an_adapter_are_apart(segments: TenantPins, monkeypatch: pyt
     assert names(segments) == [("a", 2)]
 
 
-def test_an_old_view_is_asked_for_again(engine: Engine, segments: TenantPins, monkeypatch: pytest.MonkeyPatch):
+def test_an_old_view_is_asked_for_again(
+    engine: Engine, segments: TenantPins, monkeypatch: pytest.MonkeyPatch
+):
     operate(segments, "pin", "a")
     assert names(segments) == [("a", 1)]
     engine.held["a"]["num_tokens"] = 9

@@ -7,7 +7,14 @@ from kvgraft.vllm.server.tenancy import Principal, Tenant
 
 ALICE, BOB, ADMIN = (Tenant.of(name) for name in ("alice", "bob", "admin"))
 GRAFTED = ServedReport(
-    "sparsex", 100, 20, 0, 60, 10, 20, spans=[[0, 20, "prefix"], [20, 80, "grafted"], [80, 100, "fresh"]]
+    "sparsex",
+    100,
+    20,
+    0,
+    60,
+    10,
+    20,
+    spans=[[0, 20, "prefix"], [20, 80, "grafted"], [80, 100, "fresh"]],
 )
 
 
@@ -16,7 +23,14 @@ def ended(tenant: Tenant, report: ServedReport | None, num_cached: int = 0) -> E
         report.conclude(report.reason)
     params = report.as_params() if report else None
     output = RequestOutput(
-        "r", None, [0] * 100, None, [], True, num_cached_tokens=num_cached, kv_transfer_params=params
+        "r",
+        None,
+        [0] * 100,
+        None,
+        [],
+        True,
+        num_cached_tokens=num_cached,
+        kv_transfer_params=params,
     )
     return Entry.of(tenant, "/v1/completions", output)
 
@@ -25,7 +39,12 @@ def ended(tenant: Tenant, report: ServedReport | None, num_cached: int = 0) -> E
     ("report", "outcome"),
     [
         (GRAFTED, "grafted"),
-        (ServedReport(prompt_tokens=9, prefix_tokens=2, continued_tokens=6, fresh_tokens=1, depth=1), "continued"),
+        (
+            ServedReport(
+                prompt_tokens=9, prefix_tokens=2, continued_tokens=6, fresh_tokens=1, depth=1
+            ),
+            "continued",
+        ),
         (ServedReport(prompt_tokens=3, prefix_tokens=2, fresh_tokens=1), "prefix_only"),
         (ServedReport(prompt_tokens=3, fresh_tokens=3, reason="no_known_text"), "miss"),
     ],
@@ -43,11 +62,18 @@ def test_the_outcome_follows_from_the_report(report: ServedReport, outcome: str)
 
 
 @pytest.mark.parametrize(
-    ("num_cached", "spans"), [(0, [[0, 100, "fresh"]]), (32, [[0, 32, "prefix"], [32, 100, "fresh"]])]
+    ("num_cached", "spans"),
+    [(0, [[0, 100, "fresh"]]), (32, [[0, 32, "prefix"], [32, 100, "fresh"]])],
 )
-def test_without_a_report_vllms_own_counts_are_entered(num_cached: int, spans: list[list[int | str]]):
+def test_without_a_report_vllms_own_counts_are_entered(
+    num_cached: int, spans: list[list[int | str]]
+):
     entry = ended(ALICE, None, num_cached)
-    assert (entry.prompt_tokens, entry.tokens["prefix"], entry.tokens["fresh"]) == (100, num_cached, 100 - num_cached)
+    assert (entry.prompt_tokens, entry.tokens["prefix"], entry.tokens["fresh"]) == (
+        100,
+        num_cached,
+        100 - num_cached,
+    )
     assert entry.spans == spans
 
 
@@ -71,7 +97,12 @@ def test_a_tenant_sees_its_own_and_the_admin_all():
         "misses": {"no_known_text": 2},
     }
     everything = request_log.view(Principal(ADMIN, is_admin=True))
-    assert [entry["tenant"] for entry in everything["recent"]] == [ADMIN.label, BOB.label, BOB.label, ALICE.label]
+    assert [entry["tenant"] for entry in everything["recent"]] == [
+        ADMIN.label,
+        BOB.label,
+        BOB.label,
+        ALICE.label,
+    ]
     assert everything["totals"]["requests"] == {"grafted": 2, "miss": 2}
     assert everything["totals"]["tokens"] == {
         "prefix": 40,
@@ -84,7 +115,12 @@ def test_a_tenant_sees_its_own_and_the_admin_all():
 
 def test_a_prefix_hit_is_no_miss():
     request_log = RequestLog((ALICE,))
-    request_log.add(ended(ALICE, ServedReport(prompt_tokens=40, prefix_tokens=36, fresh_tokens=4, reason="too_short")))
+    request_log.add(
+        ended(
+            ALICE,
+            ServedReport(prompt_tokens=40, prefix_tokens=36, fresh_tokens=4, reason="too_short"),
+        )
+    )
     totals = request_log.view(Principal(ALICE))["totals"]
     assert (totals["requests"], totals["misses"]) == ({"prefix_only": 1}, {})
 

@@ -14,7 +14,15 @@ from kvgraft.vllm.options import KEY, TRIAL_OF
 from kvgraft.vllm.server.call import Call
 from kvgraft.vllm.server.logprob_recorder import LogprobRecorder
 from kvgraft.vllm.server.metrics import GuardMetrics
-from kvgraft.vllm.server.scorer import AT_ONCE, CHUNK, FLOOR_S, MOST_WAITING, NUM_LOGPROBS, AnswerSample, Scorer
+from kvgraft.vllm.server.scorer import (
+    AT_ONCE,
+    CHUNK,
+    FLOOR_S,
+    MOST_WAITING,
+    NUM_LOGPROBS,
+    AnswerSample,
+    Scorer,
+)
 
 TICKET = Ticket("spread", parse_policy("spread"), is_watched=True)
 PROMPT = list(range(2 * CHUNK + 100))
@@ -33,14 +41,21 @@ class Gate:
         self.adapters: list[Any] = []
 
     async def run(
-        self, call: Call, params: dict[str, Any], token_ids: list[int], request_id: str, **sampling: Any
+        self,
+        call: Call,
+        params: dict[str, Any],
+        token_ids: list[int],
+        request_id: str,
+        **sampling: Any,
     ) -> Any | None:
         assert call.low_priority
         self.adapters.append(call.lora_request)
         self.asked.append((call.salt, params, len(token_ids), sampling))
         if self.fails:
             return None
-        certain = [{token: SimpleNamespace(logprob=0.0)} for token in params[KEY].get("forced_output", ())]
+        certain = [
+            {token: SimpleNamespace(logprob=0.0)} for token in params[KEY].get("forced_output", ())
+        ]
         return SimpleNamespace(
             num_cached_tokens=min(self.num_cached, len(token_ids) - 1),
             outputs=[SimpleNamespace(logprobs=certain)],
@@ -55,7 +70,9 @@ class Gate:
 
 def sample(**changes: Any) -> AnswerSample:
     given = {"prompt": PROMPT, "answer": ANSWER, "logprobs": OURS, "depth": 1, "found": {}}
-    return AnswerSample(TICKET, "a", Call.internal_request("salt of a", "an adapter"), **{**given, **changes})
+    return AnswerSample(
+        TICKET, "a", Call.internal_request("salt of a", "an adapter"), **{**given, **changes}
+    )
 
 
 class Setting:
@@ -65,7 +82,11 @@ class Setting:
         self.now, self.gate, self.scored = 0.0, Gate(), list[Mapping[str, float]]()
         self.metrics = GuardMetrics("m")
         self.scorer = Scorer(
-            self.gate, tokens_per_minute, lambda _, found: self.scored.append(found), self.metrics, lambda: self.now
+            self.gate,
+            tokens_per_minute,
+            lambda _, found: self.scored.append(found),
+            self.metrics,
+            lambda: self.now,
         )
 
     def count(self, outcome: str) -> float:
@@ -102,7 +123,9 @@ def test_a_prompt_is_computed_chunk_by_chunk_and_its_answer_given():
     assert sampling == {"max_tokens": 2, "logprobs": NUM_LOGPROBS, "ignore_eos": True}
     assert setting.scored[0]["loglik"] == pytest.approx((-0.1 - 0.2) / 2)
     assert setting.count("scored") == 1
-    assert setting.metrics.tokens._value.get() == 3 * CHUNK + 2 * len(PROMPT) + len(ANSWER), "nothing was cached"
+    assert setting.metrics.tokens._value.get() == 3 * CHUNK + 2 * len(PROMPT) + len(ANSWER), (
+        "nothing was cached"
+    )
 
 
 def test_sessions_whose_depth_grows_without_end_have_few_metrics():
@@ -154,7 +177,9 @@ def test_nothing_is_computed_while_something_waits_but_for_the_floor():
             setting.now += FLOOR_S + 1
             await until(lambda: len(setting.gate.lengths) >= number)  # noqa: B023
             await asyncio.sleep(0.05)  # likewise
-            assert len(setting.gate.lengths) == number + (number == 3), "behind the last chunk the answer is given"
+            assert len(setting.gate.lengths) == number + (number == 3), (
+                "behind the last chunk the answer is given"
+            )
         assert setting.scored
 
     play(scene)
@@ -179,7 +204,8 @@ def test_what_is_cached_costs_neither_tokens_nor_turns():
 def test_so_many_tokens_a_minute():
     async def scene(setting: Setting) -> None:
         setting.scorer.add(sample())
-        await until(lambda: setting.gate.lengths == [CHUNK])  # a second's worth is there, and is overdrawn
+        # a second's worth is there, and is overdrawn
+        await until(lambda: setting.gate.lengths == [CHUNK])
         await asyncio.sleep(0.05)  # as long as it would take
         assert setting.gate.lengths == [CHUNK]
         setting.now += 60 * (CHUNK + 1) / 600
@@ -194,7 +220,9 @@ def test_chunks_come_one_by_one_while_answers_are_generated_together():
     async def scene(setting: Setting) -> None:
         run = setting.gate.run
 
-        async def slowly(call: Call, params: dict[str, Any], *rest: Any, **sampling: Any) -> Any | None:
+        async def slowly(
+            call: Call, params: dict[str, Any], *rest: Any, **sampling: Any
+        ) -> Any | None:
             kind = "answers" if "forced_output" in params[KEY] else "chunks"
             now[kind] += 1
             most[kind] = max(most[kind], now[kind])
@@ -213,7 +241,8 @@ def test_chunks_come_one_by_one_while_answers_are_generated_together():
 
 def test_too_many_are_not_kept():
     async def scene(setting: Setting) -> None:
-        taken = [setting.scorer.add(sample()) for _ in range(MOST_WAITING + 3)]  # nothing has begun yet
+        # nothing has begun yet
+        taken = [setting.scorer.add(sample()) for _ in range(MOST_WAITING + 3)]
         assert taken == [True] * MOST_WAITING + [False] * 3
         await until(lambda: len(setting.scored) == MOST_WAITING)
         assert setting.scorer.add(sample())
@@ -272,14 +301,18 @@ def output(tokens: list[int]) -> Any:
     return SimpleNamespace(prompt_token_ids=[1, 2, 3], outputs=[first])
 
 
-@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY])
+@pytest.mark.parametrize(
+    "kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY]
+)
 def test_what_vllm_says_is_noted_and_taken_out(kind: RequestOutputKind):
     one, tokens = LogprobRecorder(TICKET, "a", kind, "salt"), list(range(ANSWER_TOKENS + 5))
     if kind == RequestOutputKind.FINAL_ONLY:
         outputs = [output(tokens)]
     else:
         steps = range(len(tokens))
-        outputs = [output([n] if kind == RequestOutputKind.DELTA else tokens[: n + 1]) for n in steps]
+        outputs = [
+            output([n] if kind == RequestOutputKind.DELTA else tokens[: n + 1]) for n in steps
+        ]
     for told in outputs:
         one.take(told)
         assert (told.outputs[0].logprobs, told.outputs[0].cumulative_logprob) == (None, None)

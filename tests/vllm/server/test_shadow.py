@@ -30,7 +30,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 @pytest.mark.parametrize("policy", ["naive", "spread"])
-def test_what_it_says_is_what_a_live_server_does(shadowing: RunningServer, live: RunningServer, policy: str):
+def test_what_it_says_is_what_a_live_server_does(
+    shadowing: RunningServer, live: RunningServer, policy: str
+):
     here = f"as if {policy}"
     document, prompt = painted(here)
     for server in (shadowing, live):
@@ -44,7 +46,11 @@ def test_what_it_says_is_what_a_live_server_does(shadowing: RunningServer, live:
         did["estimated_full_s"],
         did["estimated_reuse_s"],
     )
-    assert (did["shadow_graftable_tokens"], did["guard"], would["guard"]) == (0, "pending", "pending")
+    assert (did["shadow_graftable_tokens"], did["guard"], would["guard"]) == (
+        0,
+        "pending",
+        "pending",
+    )
     found, truth = (scored(server, ALICE)[0]["scored"] for server in (shadowing, live))
     assert found == pytest.approx(truth, abs=0.1)  # bfloat16
     assert (found["answer_kl"] > 0.05) == (policy == "naive")
@@ -54,7 +60,12 @@ def test_documents_are_not_kept_in_part(shadowing: RunningServer, texts: Any):
     document, here = texts.document(), "in part"
     complete(shadowing, document, namespace=here)
     kept, report = complete(
-        shadowing, elsewhere(document), namespace=here, policy="condense", kept_share=0.25, quality="fast"
+        shadowing,
+        elsewhere(document),
+        namespace=here,
+        policy="condense",
+        kept_share=0.25,
+        quality="fast",
     )
     assert (report["outcome"], report["reason"], report["kept_tokens"]) == ("miss", "shadow", None)
     assert kept.usage.prompt_tokens == report["prompt_tokens"] == report["fresh_tokens"]
@@ -70,7 +81,11 @@ def test_nothing_that_is_tried_is_left(shadowing: RunningServer, texts: Any):
     scored(shadowing, ALICE)
     assert shadowing.status(ADMIN)["index_entries"] == entries
     _, again = complete(shadowing, elsewhere(document), namespace=here)
-    assert (again["outcome"], again["depth"], again["shadow_graftable_tokens"]) == ("prefix_only", 0, 0)
+    assert (again["outcome"], again["depth"], again["shadow_graftable_tokens"]) == (
+        "prefix_only",
+        0,
+        0,
+    )
 
 
 def test_tenants_are_apart(shadowing: RunningServer, texts: Any):
@@ -84,10 +99,15 @@ def test_metrics_add_up(shadowing: RunningServer, texts: Any):
     def total(name: str) -> float:
         with shadowing.http(ADMIN) as client:
             lines = client.get("/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"kvgraft:{name}"))
+        return sum(
+            float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"kvgraft:{name}")
+        )
 
     document, here = texts.document(), "sums"
-    before = {name: total(name) for name in ("shadow_graftable_tokens_total", "shadow_saved_seconds_total")}
+    before = {
+        name: total(name)
+        for name in ("shadow_graftable_tokens_total", "shadow_saved_seconds_total")
+    }
     complete(shadowing, document, namespace=here)
     _, report = complete(shadowing, elsewhere(document), namespace=here)
     scored(shadowing, ALICE)
@@ -96,5 +116,7 @@ def test_metrics_add_up(shadowing: RunningServer, texts: Any):
         == report["shadow_graftable_tokens"]
     )
     expected = report["estimated_full_s"] - report["estimated_reuse_s"]
-    assert total("shadow_saved_seconds_total") - before["shadow_saved_seconds_total"] == pytest.approx(expected)
+    assert total("shadow_saved_seconds_total") - before[
+        "shadow_saved_seconds_total"
+    ] == pytest.approx(expected)
     assert total('requests_total{engine="0",model_name="bundled",outcome="grafted"') == 0

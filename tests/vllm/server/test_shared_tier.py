@@ -1,4 +1,5 @@
-"""Two servers on two machines, as far as they know: what one has read the other finds at the place that they share."""
+"""Two servers on two machines, as far as they know: what one has read the other finds at the place
+that they share."""
 
 import os
 import time
@@ -26,7 +27,9 @@ def start(shared: RedisServer, folder: Path) -> Any:
 
 def answer(server: RunningServer, prompt: str) -> tuple[str, int, int]:
     """What is answered, the tokens of the prompt, and how many of them are exact reused ones."""
-    said = server.openai(ALICE).completions.create(model="bundled", prompt=prompt, max_tokens=24, temperature=0)
+    said = server.openai(ALICE).completions.create(
+        model="bundled", prompt=prompt, max_tokens=24, temperature=0
+    )
     assert said.usage is not None
     report = (said.model_extra or {})["kv_transfer_params"]["kvgraft"]
     return said.choices[0].text, said.usage.prompt_tokens, report["prefix_tokens"]
@@ -42,7 +45,10 @@ def test_a_server_finds_what_another_one_has_read_before_it_ended(tmp_path: Path
             assert num_reused == 0
             num_late = answer(first, late)[1]
             deadline = time.monotonic() + 60.0
-            while len(shared.client.keys("kvgraft:*/*")) < num_before + num_tokens // CHUNK + num_late // CHUNK:
+            while (
+                len(shared.client.keys("kvgraft:*/*"))
+                < num_before + num_tokens // CHUNK + num_late // CHUNK
+            ):
                 assert time.monotonic() < deadline, "the documents were not written"
                 time.sleep(0.1)
         time.sleep(3.0)  # in which the other one has looked
@@ -54,6 +60,8 @@ def test_a_server_finds_what_another_one_has_read_before_it_ended(tmp_path: Path
         assert counts["shared_hits"] >= (num_tokens // CHUNK + num_late // CHUNK) * CHUNK // 32
         assert reused(server, BOB, document) == reused(server, BOB, moved(late)) == 0
         assert events(server)["shared_hits"] == counts["shared_hits"]
-        assert not any(counts.get(f"shared_{reason}") for reason in ("late", "failed", "damaged", "forged"))
+        assert not any(
+            counts.get(f"shared_{reason}") for reason in ("late", "failed", "damaged", "forged")
+        )
         for log in tmp_path.glob("*/log"):
             assert "5e" * 32 not in log.read_text()

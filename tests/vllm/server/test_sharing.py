@@ -53,13 +53,24 @@ def naming(*shared: str) -> dict[str, Any]:
 
 def test_a_key_grafts_what_is_granted_to_it(server: RunningServer, admin: httpx.Client, texts: Any):
     wiki, law = share(admin, texts, "wiki"), share(admin, texts, "law")
-    for document, key, granted in ((wiki, BOB, False), (wiki, ALICE, True), (law, BOB, True), (law, ALICE, True)):
+    for document, key, granted in (
+        (wiki, BOB, False),
+        (wiki, ALICE, True),
+        (law, BOB, True),
+        (law, ALICE, True),
+    ):
         cached, report = complete(server, key, elsewhere(document))
         assert (cached >= 500) == (report["grafted_tokens"] >= 500) == granted
-        assert granted or (cached, report["grafted_tokens"], report["reason"]) == (0, 0, "no_known_text")
+        assert granted or (cached, report["grafted_tokens"], report["reason"]) == (
+            0,
+            0,
+            "no_known_text",
+        )
 
 
-def test_shared_text_is_copied_also_where_it_begins_the_prompt(server: RunningServer, admin: httpx.Client, texts: Any):
+def test_shared_text_is_copied_also_where_it_begins_the_prompt(
+    server: RunningServer, admin: httpx.Client, texts: Any
+):
     document = share(admin, texts, "wiki")
     _, report = complete(server, ALICE, document)
     assert (report["prefix_tokens"], report["grafted_tokens"] >= 500) == (0, True)
@@ -76,19 +87,34 @@ def test_on_every_route_shared_text_is_for_who_may_read_it(
     assert make_read(server, path, ALICE, document) > 0
 
 
-def test_every_answer_of_a_request_finds_shared_text(server: RunningServer, admin: httpx.Client, texts: Any):
+def test_every_answer_of_a_request_finds_shared_text(
+    server: RunningServer, admin: httpx.Client, texts: Any
+):
     prompts = [elsewhere(share(admin, texts, namespace)) for namespace in ("wiki", "law")]
     ask: dict[str, Any] = {"model": "bundled", "prompt": prompts, "max_tokens": 1, "temperature": 1}
     for key, count, least, most in ((BOB, 1, 500, 700), (ALICE, 2, 1000, 1400)):
         before = reused(server, key)
-        server.openai(key).completions.create(**ask, n=count, extra_body={"kv_transfer_params": {"kvgraft": {}}})
+        server.openai(key).completions.create(
+            **ask, n=count, extra_body={"kv_transfer_params": {"kvgraft": {}}}
+        )
         assert least <= reused(server, key) - before <= most
 
 
-def test_a_request_may_do_without_what_is_granted(server: RunningServer, admin: httpx.Client, texts: Any):
+def test_a_request_may_do_without_what_is_granted(
+    server: RunningServer, admin: httpx.Client, texts: Any
+):
     document = share(admin, texts, "wiki")
-    for shared, found in ((("law",), False), ((), False), (("wiki",), True), (("law", "wiki"), True)):
-        inside = {"kv_transfer_params": {"kvgraft": {"shared": list(shared), "namespace": "-".join(shared)}}}
+    for shared, found in (
+        (("law",), False),
+        ((), False),
+        (("wiki",), True),
+        (("law", "wiki"), True),
+    ):
+        inside = {
+            "kv_transfer_params": {
+                "kvgraft": {"shared": list(shared), "namespace": "-".join(shared)}
+            }
+        }
         assert (complete(server, ALICE, elsewhere(document), **inside)[0] >= 500) == found
 
 
@@ -97,7 +123,8 @@ def test_a_request_may_do_without_what_is_granted(server: RunningServer, admin: 
 def test_what_is_not_granted_is_the_same_404_as_what_does_not_exist(
     server: RunningServer, admin: httpx.Client, texts: Any, stream: bool, unread: bool
 ):
-    """`unread`: a body that the middleware leaves to vLLM, as NaN is no JSON, is refused by the gate to the engine."""
+    """`unread`: a body that the middleware leaves to vLLM, as NaN is no JSON, is refused by the
+    gate to the engine."""
     share(admin, texts, "wiki")
     told = []
     for name in ("wiki", "none"):
@@ -119,7 +146,9 @@ def test_no_other_name_leads_there(server: RunningServer, admin: httpx.Client, t
         assert complete(server, BOB, elsewhere(document), cache_salt=name.replace("/", ":"))[0] == 0
     with server.http(BOB) as client:
         params = {"kvgraft": {}, GRANTED: {"salts": ["wiki"], "proof": ""}}
-        answer = client.post("/v1/completions", json={"prompt": QUESTION, "kv_transfer_params": params})
+        answer = client.post(
+            "/v1/completions", json={"prompt": QUESTION, "kv_transfer_params": params}
+        )
     assert (answer.status_code, GRANTED in answer.json()["error"]["message"]) == (400, True)
 
 
@@ -135,14 +164,23 @@ def test_only_the_admin_sees_what_is_shared_and_how_often_it_is_read(
     server: RunningServer, admin: httpx.Client, texts: Any
 ):
     document = share(admin, texts, "wiki")
-    report_of(server.openai(ALICE).completions.create(model="bundled", prompt=elsewhere(document), max_tokens=1))
+    report_of(
+        server.openai(ALICE).completions.create(
+            model="bundled", prompt=elsewhere(document), max_tokens=1
+        )
+    )
     [segment] = admin.get(PATH, params={"tenant": "shared", "namespace": "wiki"}).json()["pins"]
     assert segment["hits"] == 1
     assert server.status(ALICE)["pins"] == server.status(BOB)["pins"] == []
     [shown] = server.status(ADMIN)["pins"]
     assert (shown["tenant"], shown["namespace"], shown["name"]) == ("shared", "wiki", "manual")
     with server.http(ALICE) as client:
-        assert client.delete(f"{PATH}/manual", params={"tenant": "shared", "namespace": "wiki"}).status_code == 403
+        assert (
+            client.delete(
+                f"{PATH}/manual", params={"tenant": "shared", "namespace": "wiki"}
+            ).status_code
+            == 403
+        )
 
 
 def test_the_admin_fills_what_is_shared_and_nothing_else(admin: httpx.Client):
@@ -153,7 +191,10 @@ def test_the_admin_fills_what_is_shared_and_nothing_else(admin: httpx.Client):
         wanted = {"name": "x", "tenant": "shared", "namespace": namespace, "text": "the"}
         refused = admin.post(PATH, json=wanted)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "namespace")
-        assert f"no shared namespace '{namespace}': there are wiki, law" in refused.json()["error"]["message"]
+        assert (
+            f"no shared namespace '{namespace}': there are wiki, law"
+            in refused.json()["error"]["message"]
+        )
 
 
 def test_grants_are_by_key_by_label_or_for_all():
@@ -191,12 +232,24 @@ ALLOWED = rf"allowed are \*, the keys, or {LABELS[ALICE]}, {LABELS[BOB]}"
         ([f"wiki={ALICE},"], rf"--kvgraft-share wiki: no API key '': {ALLOWED}"),
         ([f"wiki={ADMIN}"], rf"--kvgraft-share wiki: no API key 'key-of-the-a\.\.\.': {ALLOWED}"),
         ([f"wiki=*,{BOB}"], rf"--kvgraft-share wiki: no API key '\*': {ALLOWED}"),
-        ([f"wiki={BOB},{LABELS[BOB]}"], f"--kvgraft-share wiki: the API key {LABELS[BOB]} is given twice"),
-        (["wiki"], r"--kvgraft-share 'wiki': say whom it is shared with, as NAME=KEY,KEY or NAME=\*"),
+        (
+            [f"wiki={BOB},{LABELS[BOB]}"],
+            f"--kvgraft-share wiki: the API key {LABELS[BOB]} is given twice",
+        ),
+        (
+            ["wiki"],
+            r"--kvgraft-share 'wiki': say whom it is shared with, as NAME=KEY,KEY or NAME=\*",
+        ),
         (["wiki="], "--kvgraft-share 'wiki': say whom it is shared with"),
-        (["=*"], "--kvgraft-share: a name must be a printable string of 1 to 128 characters, got ''"),
+        (
+            ["=*"],
+            "--kvgraft-share: a name must be a printable string of 1 to 128 characters, got ''",
+        ),
         (["a\nb=*"], "--kvgraft-share: a name must be a printable string"),
-        (["wiki=*", f"wiki={BOB}"], "--kvgraft-share 'wiki' is given twice: name all of its keys in one"),
+        (
+            ["wiki=*", f"wiki={BOB}"],
+            "--kvgraft-share 'wiki' is given twice: name all of its keys in one",
+        ),
     ],
 )
 def test_a_grant_that_cannot_be_is_refused_by_name(given: list[str], message: str):
@@ -206,7 +259,9 @@ def test_a_grant_that_cannot_be_is_refused_by_name(given: list[str], message: st
 
 
 def test_without_an_admin_key_nobody_could_fill_it():
-    with pytest.raises(ValueError, match="--kvgraft-share wiki: only an admin key can fill it, and there is none"):
+    with pytest.raises(
+        ValueError, match="--kvgraft-share wiki: only an admin key can fill it, and there is none"
+    ):
         parse(["--api-key", ALICE, "--kvgraft-share", "wiki=*"])
     with pytest.raises(ValueError, match="--no-kvgraft does not go with --kvgraft-share"):
         parse(["--no-kvgraft", "--kvgraft-share", "wiki=*"])
@@ -219,4 +274,4 @@ def test_arguments_keep_no_key_and_one_more_owner_pins():
     state = ServerState(args)
     assert state.grants.names_for(Tenant.of(BOB)) == ("wiki", "law")
     assert state.pins.quota == 1 / 3
-    assert ServerState(parse(keys)).segments.quota == 1 / 2
+    assert ServerState(parse(keys)).pins.quota == 1 / 2

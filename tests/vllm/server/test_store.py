@@ -1,7 +1,8 @@
-"""Tenants and the segment store, through HTTP: what one has sent is no hit for the other in any tier; for itself it is.
+"""Tenants and the segment store, through HTTP: what one has sent is no hit for the other in any
+tier; for itself it is.
 
-The same server is started twice on one directory; what is in the pool, in host memory and on disk is asked for in turn.
-"""
+The same server is started twice on one directory; what is in the pool, in host memory and on disk
+is asked for in turn."""
 
 import os
 import re
@@ -43,11 +44,16 @@ def first(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 def reused(server: RunningServer, key: str, prompt: str) -> int:
     """Tokens of a prompt that came from any cache, as vLLM and our report say."""
-    answer = server.openai(key).completions.create(model="bundled", prompt=prompt, max_tokens=1, temperature=0)
+    answer = server.openai(key).completions.create(
+        model="bundled", prompt=prompt, max_tokens=1, temperature=0
+    )
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     report = (answer.model_extra or {})["kv_transfer_params"]["kvgraft"]
-    assert report["prefix_tokens"] + report["grafted_tokens"] == answer.usage.prompt_tokens_details.cached_tokens
+    assert (
+        report["prefix_tokens"] + report["grafted_tokens"]
+        == answer.usage.prompt_tokens_details.cached_tokens
+    )
     return int(answer.usage.prompt_tokens_details.cached_tokens)
 
 
@@ -77,7 +83,9 @@ def moved(document: str) -> str:
 
 def edited(document: str) -> str:
     """Every 25th word replaced: no block of 32 tokens is left."""
-    return " ".join("river" if place % 25 == 24 else word for place, word in enumerate(document.split()))
+    return " ".join(
+        "river" if place % 25 == 24 else word for place, word in enumerate(document.split())
+    )
 
 
 def test_the_pool(first: RunningServer, texts: Any):
@@ -109,7 +117,8 @@ def flood(server: RunningServer, texts: Any) -> None:
 
 
 def test_disk_and_a_second_server(directory: Path, tmp_path: Path, texts: Any):
-    """Documents of a generator of its own, so that this test stands alone. The last one is read when both are there."""
+    """Documents of a generator of its own, so that this test stands alone. The last one is read
+    when both are there."""
     texts = type(texts)()
     texts._rng = Random(7)
     *documents, late = [texts.document() for _ in range(4)]
@@ -125,8 +134,13 @@ def test_disk_and_a_second_server(directory: Path, tmp_path: Path, texts: Any):
             reused(two, BOB, texts.document())  # what others have written is told in its steps
             check_disk(two, moved(late))
     with StoreDirectory(directory) as stored:
-        assert {row.record.chunk.namespace for row in stored.list()} == {Tenant.of(key).label for key in (ALICE, BOB)}
-    assert (directory.stat().st_mode & 0o777, (directory / "secret").stat().st_mode & 0o777) == (0o700, 0o600)
+        assert {row.record.chunk.namespace for row in stored.list()} == {
+            Tenant.of(key).label for key in (ALICE, BOB)
+        }
+    assert (directory.stat().st_mode & 0o777, (directory / "secret").stat().st_mode & 0o777) == (
+        0o700,
+        0o600,
+    )
 
 
 def check_disk(server: RunningServer, prompt: str) -> None:

@@ -19,10 +19,14 @@ def test_each_key_is_a_tenant_and_the_admin_key_is_none_of_them():
     assert admin is not None
     assert admin.is_admin
     assert admin.tenant not in KEYRING.tenants
-    assert [tenant.label for tenant in KEYRING.tenants] == [Tenant.of(key).label for key in (ALICE, BOB)]
+    assert [tenant.label for tenant in KEYRING.tenants] == [
+        Tenant.of(key).label for key in (ALICE, BOB)
+    ]
 
 
-@pytest.mark.parametrize("key", [None, "", "x", ALICE + " ", ALICE[:-1], ALICE.upper(), Tenant.of(ALICE).label])
+@pytest.mark.parametrize(
+    "key", [None, "", "x", ALICE + " ", ALICE[:-1], ALICE.upper(), Tenant.of(ALICE).label]
+)
 def test_a_key_that_is_none_gives_nobody(key: str | None):
     assert KEYRING.principal(key) is None
 
@@ -46,7 +50,15 @@ def test_a_tenant_is_named_by_its_label_or_is_the_only_one():
 
 def test_the_cache_key_depends_on_every_part_and_on_nothing_else():
     salts, alice, bob = Salts(), Tenant.of(ALICE), Tenant.of(BOB)
-    parts = [(alice,), (bob,), (alice, "n"), (alice, "", "n"), (alice, "n", "n"), (alice, "nn"), (alice, "", "nn")]
+    parts = [
+        (alice,),
+        (bob,),
+        (alice, "n"),
+        (alice, "", "n"),
+        (alice, "n", "n"),
+        (alice, "nn"),
+        (alice, "", "nn"),
+    ]
     keys = [salts.of(*part) for part in parts]
     assert len(set(keys)) == len(parts)
     assert keys == [salts.of(*part) for part in parts]
@@ -57,14 +69,28 @@ def test_the_cache_key_depends_on_every_part_and_on_nothing_else():
 
 def test_the_cache_key_says_whose_it_is_and_gives_nothing_away():
     salts, alice = Salts(), Tenant.of(ALICE)
-    keys = [salts.of(alice), salts.of(alice, "wiki"), salts.of(alice, "wiki", "hers"), salts.of(alice, "", "hers")]
+    keys = [
+        salts.of(alice),
+        salts.of(alice, "wiki"),
+        salts.of(alice, "wiki", "hers"),
+        salts.of(alice, "", "hers"),
+    ]
     label = alice.label
-    assert [namespace_label(key) for key in keys] == [label, f"{label}/wiki", f"{label}/wiki+salt", f"{label}+salt"]
-    assert len({key[:64] for key in keys}) == len(keys), "what is secret does not depend on the label"
+    assert [namespace_label(key) for key in keys] == [
+        label,
+        f"{label}/wiki",
+        f"{label}/wiki+salt",
+        f"{label}+salt",
+    ]
+    assert len({key[:64] for key in keys}) == len(keys), (
+        "what is secret does not depend on the label"
+    )
     assert not any(ALICE in key or "hers" in key for key in keys)
 
 
-def test_servers_on_one_directory_have_the_same_cache_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_servers_on_one_directory_have_the_same_cache_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Also when one starts while the other one is just writing the secret."""
     folder, alice, keys = tmp_path / "store", Tenant.of(ALICE), []
 
@@ -103,7 +129,9 @@ def test_servers_with_one_secret_in_their_environment_have_the_same_cache_keys(
 
 
 def test_keys_for_different_purposes_differ():
-    keys = {secret.derive(b"s" * 32, purpose) for purpose in ("cache keys", "data", "records", "names")}
+    keys = {
+        secret.derive(b"s" * 32, purpose) for purpose in ("cache keys", "data", "records", "names")
+    }
     assert len(keys) == 4
     assert b"s" * 32 not in keys
     assert {len(key) for key in keys} == {32}
@@ -160,7 +188,9 @@ def test_without_keys_a_server_may_listen_on_loopback(host: str):
     check_exposure((), host=host, uds=None, single_tenant=False)
 
 
-@pytest.mark.parametrize("host", [None, "", "::", "10.0.0.1", "example.org", "localhost.example.org"])
+@pytest.mark.parametrize(
+    "host", [None, "", "::", "10.0.0.1", "example.org", "localhost.example.org"]
+)
 def test_without_keys_a_server_must_not_listen_elsewhere_unasked(host: str | None):
     with pytest.raises(ValueError, match="loopback only"):
         check_exposure((), host=host, uds=None, single_tenant=False)

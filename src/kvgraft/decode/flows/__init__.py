@@ -1,4 +1,5 @@
-"""The flows by name. A new flow is one file and one line here, or a file of the user's, which may hold several."""
+"""The flows by name. A new flow is one file and one line here, or a file of the user's, which may
+hold several."""
 
 import importlib.util
 import re
@@ -22,12 +23,12 @@ _FILE = re.compile(r"(?P<path>.+?\.py)(:(?P<rest>.*))?")
 
 
 def parse_flow(text: str) -> Flow | None:
-    """A flow from `name:option=value,...`, or from a file: `path.py`, `path.py:name` if it has several, each with
-    options behind a colon (`path.py:name:topk_blocks=64`); None for `dense`.
+    """A flow from `name:option=value,...`, or from a file: `path.py`, `path.py:name` if it has
+    several, each with options behind a colon (`path.py:name:topk_blocks=64`); None for `dense`.
 
     Raises:
-        ValueError: an unknown flow or option (the message lists the known ones), a value out of range, or a file
-            without flows.
+        ValueError: an unknown flow or option (the message lists the known ones), a value out of
+            range, or a file without flows.
         FileNotFoundError: no such file.
     """
     if found := _FILE.fullmatch(text):
@@ -49,14 +50,16 @@ def _from_file(path: str, rest: str) -> Flow:
     first, _, behind = rest.partition(":")
     chosen, options = ("", rest) if "=" in first else (first, behind)
     if not chosen and len(flows) > 1:
-        raise ValueError(f"{path} has several flows: name one ({path}:{next(iter(flows))}) of {', '.join(flows)}")
+        raise ValueError(
+            f"{path} has several flows: name one ({path}:{next(iter(flows))}) of {', '.join(flows)}"
+        )
     name, given = parse(f"flow of {path}", f"{chosen or next(iter(flows))}:{options}")
     return make(f"flow of {path}", flows, name, given)
 
 
 def load_flows(path: Path) -> Mapping[str, type[Flow]]:
-    """The flows of a Python file by name. The file is run, again only if it has changed: it can do whatever its author
-    wants.
+    """The flows of a Python file by name. The file is run, again only if it has changed: it can do
+    whatever its author wants.
 
     Raises:
         FileNotFoundError: no such file.
@@ -79,7 +82,11 @@ def _run(path: Path, stamp: tuple[int, int]) -> Mapping[str, type[Flow]]:
     except Exception as error:
         raise ValueError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
     classes = [x for x in vars(module).values() if isinstance(x, type) and issubclass(x, Flow)]
-    flows = {flow.name: flow for flow in classes if flow.__module__ == module.__name__ and getattr(flow, "name", None)}
+    flows = {
+        flow.name: flow
+        for flow in classes
+        if flow.__module__ == module.__name__ and getattr(flow, "name", None)
+    }
     if not flows:
         raise ValueError(f"{path} has no flow: a class that inherits from Flow and has a name")
     return flows

@@ -4,7 +4,8 @@ from kvgraft.decode import Caches, Flow, GeMM, Max, Mean, Selection, Value, topK
 
 
 class BlockTopK(Flow):
-    """Blocks by the inner product of a query and their mean key, the best of the group's queries."""
+    """Blocks by the inner product of a query and their mean key, the best of the group's
+    queries."""
 
     name = "block_topk"
 

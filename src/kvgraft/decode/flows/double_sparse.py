@@ -2,16 +2,28 @@
 
 from dataclasses import dataclass
 
-from kvgraft.decode import Abs, Caches, Flow, GeMM, Max, Mean, Multiply, Selection, Value, WhereGt, topK
+from kvgraft.decode import (
+    Abs,
+    Caches,
+    Flow,
+    GeMM,
+    Max,
+    Mean,
+    Multiply,
+    Selection,
+    Value,
+    WhereGt,
+    topK,
+)
 
 
 @dataclass(frozen=True)
 class DoubleSparse(Flow):
     """Blocks by their best token's inner product with a query, over the channels that weigh most.
 
-    The paper finds these channels offline; here they are those where the group's mean query exceeds `heavy` times the
-    mean over channels. All keys are read: a choice of the query's leaves no narrower copy to read instead.
-    """
+    The paper finds these channels offline; here they are those where the group's mean query exceeds
+    `heavy` times the mean over channels. All keys are read: a choice of the query's leaves no
+    narrower copy to read instead."""
 
     name = "double_sparse"
 

@@ -1,10 +1,25 @@
 """H2O (Zhang et al., 2023), by blocks."""
 
-from kvgraft.decode import Add, Caches, CFill, Flow, GeMM, Load, Mean, Save, Selection, Softmax, Sum, Value, topK
+from kvgraft.decode import (
+    Add,
+    Caches,
+    CFill,
+    Flow,
+    GeMM,
+    Load,
+    Mean,
+    Save,
+    Selection,
+    Softmax,
+    Sum,
+    Value,
+    topK,
+)
 
 
 class H2O(Flow):
-    """Heavy hitters: blocks by the attention that their mean key has received in all steps so far."""
+    """Heavy hitters: blocks by the attention that their mean key has received in all steps so
+    far."""
 
     name = "h2o"
 

@@ -1,11 +1,25 @@
 """The selection of Native Sparse Attention (Yuan et al., 2025), without training."""
 
-from kvgraft.decode import Add, Caches, Exp, Flow, GeMM, Log, Max, MeanInterleave, Multiply, Selection, Sum, Value, topK
+from kvgraft.decode import (
+    Add,
+    Caches,
+    Exp,
+    Flow,
+    GeMM,
+    Log,
+    Max,
+    MeanInterleave,
+    Multiply,
+    Selection,
+    Sum,
+    Value,
+    topK,
+)
 
 
 class NSABlockTopK(Flow):
-    """Blocks by the attention that their compressed keys receive from all queries of the group; a key is compressed by
-    the mean of half a block, where the paper has a trained network."""
+    """Blocks by the attention that their compressed keys receive from all queries of the group; a
+    key is compressed by the mean of half a block, where the paper has a trained network."""
 
     name = "nsa_block_topk"
 

@@ -15,5 +15,6 @@ class Quest(Flow):
         c["low"], c["high"] = Min(c["k"], dim=2), Max(c["k"], dim=2)
 
     def forward_indexer(self, q: Value, c: Caches) -> Selection:
-        bound = Add(GeMM(c["high"], Relu(q).T), GeMM(c["low"], Minimum(q, 0.0).T))  # sum of max(q high, q low)
+        # sum of max(q high, q low)
+        bound = Add(GeMM(c["high"], Relu(q).T), GeMM(c["low"], Minimum(q, 0.0).T))
         return topK(Max(bound, dim=2), self.topk_blocks)

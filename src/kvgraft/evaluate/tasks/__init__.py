@@ -37,8 +37,8 @@ def find_suites(names: str, split: str = "all") -> tuple[TaskSuite, ...]:
         split: of suites of real text, see `texts.in_split`.
 
     Raises:
-        ValueError, FileNotFoundError: an unknown name, a file that cannot be read, or a split of a generated suite; the
-            message says what is allowed.
+        ValueError, FileNotFoundError: an unknown name, a file that cannot be read, or a split of a
+            generated suite; the message says what is allowed.
     """
     check_split(split)
     found: list[TaskSuite] = []
@@ -60,7 +60,10 @@ def find_suites(names: str, split: str = "all") -> tuple[TaskSuite, ...]:
     if not found:
         raise ValueError(f"suite {names!r} names none: choose from {_choices()}")
     if split != "all" and (generated := [suite.name for suite in found if not suite.real_text]):
-        raise ValueError(f"split {split}: what is generated has none, as {', '.join(generated)}; choose another seed")
+        raise ValueError(
+            f"split {split}: what is generated has none, as {', '.join(generated)}; choose another "
+            "seed"
+        )
     return tuple({suite.name: suite for suite in found}.values())
 
 

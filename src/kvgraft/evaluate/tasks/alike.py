@@ -44,7 +44,9 @@ def _write(split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -
     form, count = FORMS[task], shape.num_segments
     names = NAMES if split == "all" else NAMES[SPLITS.index(split) - 1 :: 2]
     if count > len(names):
-        raise ValueError(f"alike{of_split(split)} has {len(names)} entities, and {count} segments are wanted")
+        raise ValueError(
+            f"alike{of_split(split)} has {len(names)} entities, and {count} segments are wanted"
+        )
 
     entities = [form.entity.format(n=name, lower=name.lower()) for name in rng.sample(names, count)]
     first, last = (rng.sample(values, count) for values in form.values)
@@ -54,7 +56,10 @@ def _write(split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -
 
     size = (shape.length - ROOM) * CHARACTERS // count
     facts = zip(first, shared, numbers, last, strict=True)
-    documents = [_document(rng, form, entity, values, size) for entity, values in zip(entities, facts, strict=True)]
+    documents = [
+        _document(rng, form, entity, values, size)
+        for entity, values in zip(entities, facts, strict=True)
+    ]
 
     one, other = rng.sample(range(count), 2)
     asks = [
@@ -68,7 +73,10 @@ def _write(split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -
 
 def _document(rng: Random, form: Form, entity: str, values: Sequence[str], size: int) -> str:
     """About `size` characters: all facts, the first one first, among sentences that say nothing."""
-    facts = [rng.choice(wordings).format(e=entity, v=value) for wordings, value in zip(form.facts, values, strict=True)]
+    facts = [
+        rng.choice(wordings).format(e=entity, v=value)
+        for wordings, value in zip(form.facts, values, strict=True)
+    ]
     rest: list[str] = []
     while (missing := size - sum(map(len, facts)) - sum(map(len, rest))) > 0:
         sentences = form.rest if form.in_order else rng.sample(form.rest, len(form.rest))
@@ -89,7 +97,9 @@ def _one(task: str, question: tuple[str, str], entity: str, value: str) -> Ask:
     return _ask(f"{task}, one", asked, begun, (value,), 5)
 
 
-def _compare(task: str, form: Form, entities: Sequence[str], numbers: Sequence[str], both: Sequence[int]) -> Ask:
+def _compare(
+    task: str, form: Form, entities: Sequence[str], numbers: Sequence[str], both: Sequence[int]
+) -> Ask:
     greater = max(both, key=lambda number: int(numbers[number]))
     a, b = (entities[number] for number in both)
     question, begun = form.compare

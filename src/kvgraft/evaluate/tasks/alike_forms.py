@@ -33,12 +33,13 @@ PEOPLE = (
 
 @dataclass(frozen=True)
 class Form:
-    """How the documents of one kind are written. In all texts `{e}` is the entity and `{v}` a value.
+    """How the documents of one kind are written. In all texts `{e}` is the entity and `{v}` a
+    value.
 
     Attributes:
         entity: what one is called, from a name `{n}`, or `{lower}` in lower case.
-        facts: wordings of four facts, of which a document draws one each: a value of its own, a value
-            that others share (a place), a number, and another value of its own.
+        facts: wordings of four facts, of which a document draws one each: a value of its own, a
+            value that others share (a place), a number, and another value of its own.
         values: that the first and the last fact choose from.
         questions: for the values of its own, and how the answers begin.
         compare: asks which of `{a}` and `{b}` has the greater number, and how the answer begins.

@@ -1,11 +1,12 @@
-"""Questions about the documentation of installed packages: real text for real language models, without a download.
+"""Questions about the documentation of installed packages: real text for real language models,
+without a download.
 
-cloze           a sentence up to a name, a number or an identifier that stands in one passage only; that is expected
+cloze  a sentence up to a name, a number or an identifier that stands in one passage only; that is
+       expected
 continuation    the first words of a sentence; its next words are expected
 
-The question names what the sentence describes, and the answer begins with the sentence: so small models know what is
-meant.
-"""
+The question names what the sentence describes, and the answer begins with the sentence: so small
+models know what is meant."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,15 @@ from random import Random
 from kvgraft.evaluate.metrics import normalise
 from kvgraft.evaluate.tasks.items import QUESTIONS, Ask, Item, Pattern, Shape, Suite
 from kvgraft.evaluate.tasks.packages import Documentation, read_documentation, versions
-from kvgraft.evaluate.tasks.texts import CHARACTERS, INSTRUCTION, ROOM, check_split, in_split, of_split, write_item
+from kvgraft.evaluate.tasks.texts import (
+    CHARACTERS,
+    INSTRUCTION,
+    ROOM,
+    check_split,
+    in_split,
+    of_split,
+    write_item,
+)
 
 LEAST = 250  # characters of a passage
 DRAWS = 8  # of passages, until there are as many questions as are wanted
@@ -28,7 +37,8 @@ _TERM = re.compile(r"(?<![\w.])(?:[A-Za-z_]\w*(?:\.\w+)*|\d+(?:\.\d+)*)(?!\w)")
 
 @dataclass(frozen=True)
 class DocumentedPassage:
-    """(What is described, a sentence about it) of one documentation, in order, and the text of these."""
+    """(What is described, a sentence about it) of one documentation, in order, and the text of
+    these."""
 
     text: str
     sentences: tuple[tuple[str, str], ...]
@@ -50,11 +60,15 @@ def _write(split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -
     size = (shape.length - ROOM) * CHARACTERS // count
     if size < LEAST:
         least = LEAST * count // CHARACTERS + ROOM + 1
-        raise ValueError(f"length must be at least {least} tokens for {count} segments of docs, got {shape.length}")
+        raise ValueError(
+            f"length must be at least {least} tokens for {count} segments of docs, got "
+            f"{shape.length}"
+        )
     passages = _passages(split, size)
     if len(passages) < count:
         raise ValueError(
-            f"docs has {len(passages)} passages of {size} characters (split {split}), and {count} segments are wanted: "
+            f"docs has {len(passages)} passages of {size} characters (split {split}), and {count} "
+            "segments are wanted: "
             "choose a smaller length"
         )
     drawn, asks = rng.sample(passages, count), list[Ask]()
@@ -66,15 +80,16 @@ def _write(split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -
         drawn = rng.sample(passages, count)
     if not asks:
         raise ValueError(
-            f"docs has no {task} question about {count} passages of {size} characters: choose more of them"
+            f"docs has no {task} question about {count} passages of {size} characters: choose more "
+            "of them"
         )
     return write_item(rng, INSTRUCTION, [passage.text for passage in best], pattern, asks)
 
 
 @lru_cache(maxsize=8)
 def _passages(split: str, size: int) -> tuple[DocumentedPassage, ...]:
-    """Passages of about `size` characters, no sentence in two of them. All of one file are of one split, so that they
-    are for every size."""
+    """Passages of about `size` characters, no sentence in two of them. All of one file are of one
+    split, so that they are for every size."""
     of_this = (pages for pages in read_documentation() if in_split(pages.name, split))
     return tuple(passage for pages in of_this for passage in _cut(pages, size))
 
@@ -99,7 +114,8 @@ def _join(taken: Sequence[tuple[str, str]]) -> DocumentedPassage:
 
 
 def _cloze(rng: Random, passages: Sequence[DocumentedPassage]) -> list[Ask]:
-    """A term of each passage that has one which stands nowhere else, behind words that tell its place."""
+    """A term of each passage that has one which stands nowhere else, behind words that tell its
+    place."""
     whole = _words(passage.text for passage in passages)
     found = []
     for passage in rng.sample(passages, len(passages)):
@@ -108,11 +124,14 @@ def _cloze(rng: Random, passages: Sequence[DocumentedPassage]) -> list[Ask]:
             for title, sentence in passage.sentences
             for term in _TERM.finditer(sentence)
             if _is_distinctive(term.group()) and _count(term.group(), whole) == 1
-            if len(sentence[: term.start()].split()) >= BEFORE and _count(sentence[: term.start()], whole) == 1
+            if len(sentence[: term.start()].split()) >= BEFORE
+            and _count(sentence[: term.start()], whole) == 1
         ]
         if places:
             title, before, term = rng.choice(places)
-            found.append(Ask("cloze", (_question(title),), (term,), 12, begun=f" {before.rstrip()}"))
+            found.append(
+                Ask("cloze", (_question(title),), (term,), 12, begun=f" {before.rstrip()}")
+            )
     return found
 
 
@@ -126,7 +145,9 @@ def _continuation(rng: Random, passages: Sequence[DocumentedPassage]) -> list[As
             given, expected = " ".join(words[:GIVEN]), " ".join(words[GIVEN : GIVEN + EXPECTED])
             long = len(words) >= GIVEN + EXPECTED
             if long and _count(given, whole) == _count(expected, whole) == 1:
-                found.append(Ask("continuation", (_question(title),), (expected,), 16, begun=f" {given}"))
+                found.append(
+                    Ask("continuation", (_question(title),), (expected,), 16, begun=f" {given}")
+                )
                 break
     return found
 
@@ -145,7 +166,9 @@ def _is_distinctive(term: str) -> bool:
     """A number, an identifier, or a name."""
     if term[0].isdigit():
         return len(term) > 1
-    marked = "_" in term.strip("_") or "." in term or any(map(str.isdigit, term)) or not term.islower()
+    marked = (
+        "_" in term.strip("_") or "." in term or any(map(str.isdigit, term)) or not term.islower()
+    )
     return len(term) > 2 and marked
 
 

@@ -4,28 +4,47 @@ ruler         MQ-NIAH, variable tracking, common words, frequent words (RULER; S
 multihop      two facts in different documents, either of them first (HotpotQA, 2WikiMQA, MuSiQue)
 instruction   what the documents mean is said by an instruction before them
 chat          facts from many turns of a long conversation (LoCoMo; SparseX Table 1)
-agents        a judge of n agents, a moderator of a debate, a ReAct loop with a tool (AutoGen, MAD; SparseX Table 3)
-multidoc      questions over many documents of which few matter: one fact among alike ones, two hops, chains
+agents  a judge of n agents, a moderator of a debate, a ReAct loop with a tool (AutoGen, MAD;
+        SparseX Table 3)
+multidoc  questions over many documents of which few matter: one fact among alike ones, two hops,
+          chains
               (HotpotQA, 2WikiMQA, MuSiQue; SamKV Table 3); its segments are 2 to 10 documents
-stress        made against methods that choose few tokens: majorities of resolved values, the longest chains
-sheets        documents of the same sentences with other things and codes (in English for any model: `alike`)
+stress  made against methods that choose few tokens: majorities of resolved values, the longest
+        chains
+sheets  documents of the same sentences with other things and codes (in English for any model:
+        `alike`)
 """
 
 from collections.abc import Sequence
 from random import Random
 
-from kvgraft.evaluate.tasks.items import QUESTIONS, Ask, Item, Pattern, Shape, Suite, arrange, read_before
+from kvgraft.evaluate.tasks.items import (
+    QUESTIONS,
+    Ask,
+    Item,
+    Pattern,
+    Shape,
+    Suite,
+    arrange,
+    read_before,
+)
 from kvgraft.testbed import tasks, vocabulary, wording
 from kvgraft.testbed.documents import Facts, make_documents, make_glossary
 from kvgraft.testbed.tasks import Question
 from kvgraft.testbed.wording import Frame
 
 _FACTS = {  # kind of question -> words that one of its facts takes, and the most that there may be
-    "needle": (7, 24), "variable": (4, 40), "hop": (14, 16), "glossary": (7, 16), "coreference": (6, 18),
+    "needle": (7, 24), "variable": (4, 40), "hop": (14, 16), "glossary": (7, 16), "coreference": (6,
+    18),
     "frequent": (84, 1), "common": (64, 1), "vote": (24, 10), "poll": (40, 4),
 }  # fmt: skip
 LISTS = ("common", "frequent")  # one list a text, as in RULER
-_MULTIDOC = {"distractors": "needle", "two_hop": "hop", "two_hop_reversed": "hop_reversed", "chain": "variable"}
+_MULTIDOC = {
+    "distractors": "needle",
+    "two_hop": "hop",
+    "two_hop_reversed": "hop_reversed",
+    "chain": "variable",
+}
 _KINDS = {"needles": "needle", "hop_reversed": "hop"}  # questions about facts of another name
 
 
@@ -50,7 +69,8 @@ def _chat(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
 
 
 def _agents(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
-    """A judge counts what agents say; a moderator reads two long sides; a ReAct loop reads tools' observations."""
+    """A judge counts what agents say; a moderator reads two long sides; a ReAct loop reads tools'
+    observations."""
     if task == "judge":
         return _write(rng, shape, pattern, task, ("vote",), "agents")
     if task == "debate":
@@ -60,7 +80,9 @@ def _agents(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
 
 
 def _stress(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
-    return _write(rng, shape, pattern, task, ("poll",) if task == "poll" else ("variable",), "documents")
+    return _write(
+        rng, shape, pattern, task, ("poll",) if task == "poll" else ("variable",), "documents"
+    )
 
 
 def _sheets(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
@@ -68,7 +90,9 @@ def _sheets(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
     count, colours = shape.num_segments, rng.sample(vocabulary.COLOURS, 8)
     words = (shape.length - 60) // count
     codes = max(1, min(len(vocabulary.THINGS) // count, int(0.4 * words / _FACTS["needle"][0])))
-    [filler] = make_documents(rng, Facts(), orders=[(0,)], num_tokens=max(0, words - codes * _FACTS["needle"][0]))
+    [filler] = make_documents(
+        rng, Facts(), orders=[(0,)], num_tokens=max(0, words - codes * _FACTS["needle"][0])
+    )
     sentences = [f"{sentence.strip()} ." for sentence in filler.split(" .") if sentence.strip()]
     places = sorted((rng.randint(0, len(sentences)) for _ in range(codes)), reverse=True)
     things = iter(rng.sample(vocabulary.THINGS, codes * count))
@@ -84,13 +108,26 @@ def _sheets(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
 GENERATED = {
     suite.name: suite
     for suite in (
-        Suite("ruler", "RULER: four tasks", ("needles", "variable", "common", "frequent"), _ruler, LISTS),
+        Suite(
+            "ruler",
+            "RULER: four tasks",
+            ("needles", "variable", "common", "frequent"),
+            _ruler,
+            LISTS,
+        ),
         Suite("multihop", "two facts in different documents", ("hop", "hop_reversed"), _multihop),
         Suite("multidoc", "few of many documents matter", tuple(_MULTIDOC), _multidoc),
-        Suite("instruction", "an instruction decides what documents mean", ("glossary",), _instruction),
+        Suite(
+            "instruction", "an instruction decides what documents mean", ("glossary",), _instruction
+        ),
         Suite("chat", "facts from many turns", ("coreference", "needle", "glossary"), _chat),
         Suite("agents", "judge, debate, ReAct", ("judge", "debate", "react"), _agents),
-        Suite("stress", "majorities of resolved values, the longest chains", ("poll", "chain"), _stress),
+        Suite(
+            "stress",
+            "majorities of resolved values, the longest chains",
+            ("poll", "chain"),
+            _stress,
+        ),
         Suite("sheets", "documents of the same sentences with other codes", ("codes",), _sheets),
     )
 }
@@ -105,8 +142,8 @@ def _write(
     frame: Frame,
     share: float = 0.45,
 ) -> Item:
-    """Documents with facts for questions of the `wanted` kinds, read in one context and asked about in another; the
-    facts are at most a `share` of the text."""
+    """Documents with facts for questions of the `wanted` kinds, read in one context and asked about
+    in another; the facts are at most a `share` of the text."""
     colours = rng.sample(vocabulary.COLOURS, 8)
     words = shape.length - 60  # for the instruction, the question and what frames add
     orders = [tuple(range(shape.num_segments))]
@@ -130,9 +167,17 @@ def _ask(
     notes = [f"then doc {rng.choice(vocabulary.NUMBERS)} :" for _ in segments]
     prompt = arrange(instructions[0], segments, pattern, notes)
     questions = _choose(rng, prompt, wanted, longest=task == "chain")
-    read = read_before(rng, instructions[1:], segments, pattern, [question.text for question in questions])
+    read = read_before(
+        rng, instructions[1:], segments, pattern, [question.text for question in questions]
+    )
     asks = tuple(
-        Ask(task, (*prompt, q.text), tuple(q.answer.split()), len(q.answer.split()) + 1, crosses=q.crosses)
+        Ask(
+            task,
+            (*prompt, q.text),
+            tuple(q.answer.split()),
+            len(q.answer.split()) + 1,
+            crosses=q.crosses,
+        )
         for q in questions
     )
     return Item(pattern, read, asks)
@@ -156,18 +201,26 @@ def _instruct(rng: Random, colours: list[str], frame: Frame) -> str:
     return f"<system> : {glossary}" if frame == "chat" else glossary
 
 
-def _choose(rng: Random, prompt: tuple[str, ...], wanted: tuple[str, ...], *, longest: bool) -> list[Question]:
-    """Questions of the wanted kinds, evenly, those whose facts lie in several segments first, or in the most."""
+def _choose(
+    rng: Random, prompt: tuple[str, ...], wanted: tuple[str, ...], *, longest: bool
+) -> list[Question]:
+    """Questions of the wanted kinds, evenly, those whose facts lie in several segments first, or in
+    the most."""
     found = list(tasks.read(prompt))
     rng.shuffle(found)
     if wanted == ("needles",):
         codes = [question for question in found if tasks.is_code(question)]
         groups = [codes[i : i + tasks.NEEDLES] for i in range(0, len(codes), tasks.NEEDLES)]
-        return [tasks.together(group) for group in groups if len(group) == tasks.NEEDLES][:QUESTIONS]
+        return [tasks.together(group) for group in groups if len(group) == tasks.NEEDLES][
+            :QUESTIONS
+        ]
     fitting = [question for question in found if question.task in wanted]
-    fitting.sort(key=lambda question: -len(question.segments) if longest else not question.crosses)  # else random
+    # else random
+    fitting.sort(key=lambda question: -len(question.segments) if longest else not question.crosses)
     chosen = []
     for number in range(QUESTIONS):
         kind = wanted[number % len(wanted)]
-        chosen += [question for question in fitting if question.task == kind and question not in chosen][:1]
+        chosen += [
+            question for question in fitting if question.task == kind and question not in chosen
+        ][:1]
     return chosen

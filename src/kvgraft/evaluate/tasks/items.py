@@ -1,8 +1,8 @@
 """What a task suite is made of: two-phase items, as in the evaluations of SparseX and its peers.
 
-Phase 1: the model reads prompts, which makes their KV known. Phase 2: prompts hold the same segments in another
-context, and are answered under each policy. The answers follow from the prompt of phase 2 alone.
-"""
+Phase 1: the model reads prompts, which makes their KV known. Phase 2: prompts hold the same
+segments in another context, and are answered under each policy. The answers follow from the prompt
+of phase 2 alone."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class Ask:
     Attributes:
         task: what kind of question it is.
         segments: texts of the prompt in order; the last one is the question.
-        answers: all of them must be in the answer (`contains_all`), or one (`contains_any`, `f1`); for `calls`, see
-            `calls.match_calls`.
+        answers: all of them must be in the answer (`contains_all`), or one (`contains_any`, `f1`);
+            for `calls`, see `calls.match_calls`.
         crosses: whether the facts it takes lie in more than one segment.
         begun: how the answer begins, written already; the model goes on from there.
     """
@@ -59,8 +59,8 @@ class Shape:
     Attributes:
         length: tokens of a prompt of phase 2, about.
         num_segments: reused segments in it.
-        patterns: how phase 2 reuses what phase 1 read; items take turns, those of the next task where the last one's
-            ended.
+        patterns: how phase 2 reuses what phase 1 read; items take turns, those of the next task
+            where the last one's ended.
 
     Raises:
         ValueError: a number out of range or an unknown pattern.
@@ -88,7 +88,8 @@ class Suite:
 
     Attributes:
         make: `make(rng, shape, task, pattern)` writes one item for one of the tasks.
-        single: tasks whose texts have but one question; there are `QUESTIONS` times as many of them.
+        single: tasks whose texts have but one question; there are `QUESTIONS` times as many of
+            them.
         real_text: not in the language of the testbed model: for any model, in its chat template.
     """
 
@@ -118,7 +119,9 @@ class Suite:
         return count * QUESTIONS if task in self.single else count
 
 
-def arrange(instruction: str, segments: Sequence[str], pattern: str, notes: Sequence[str]) -> tuple[str, ...]:
+def arrange(
+    instruction: str, segments: Sequence[str], pattern: str, notes: Sequence[str]
+) -> tuple[str, ...]:
     """The prompt of phase 2 without its question; `notes` are new texts, one for each segment."""
     if pattern == "between":
         return (instruction, *(text for pair in zip(notes, segments, strict=True) for text in pair))
@@ -126,9 +129,14 @@ def arrange(instruction: str, segments: Sequence[str], pattern: str, notes: Sequ
 
 
 def read_before(
-    rng: Random, instructions: Sequence[str], segments: Sequence[str], pattern: str, questions: Sequence[str]
+    rng: Random,
+    instructions: Sequence[str],
+    segments: Sequence[str],
+    pattern: str,
+    questions: Sequence[str],
 ) -> tuple[tuple[str, ...], ...]:
-    """The prompts of phase 1, behind other instructions than that of phase 2: one for each segment is enough."""
+    """The prompts of phase 1, behind other instructions than that of phase 2: one for each segment
+    is enough."""
     other = instructions[0]
     match pattern:
         case "alone":

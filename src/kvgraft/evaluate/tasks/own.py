@@ -1,10 +1,11 @@
-"""Prompts over the user's own texts, whatever they are: prose, code, records, the messages of recorded requests.
+"""Prompts over the user's own texts, whatever they are: prose, code, records, the messages of
+recorded requests.
 
 continuation    a few words of one of the texts, which the answer goes on with
 beginning       what the text is about that begins with a few words
 
-Nobody knows the right answers (the next words are what is expected): these are for measures along full's own.
-"""
+Nobody knows the right answers (the next words are what is expected): these are for measures along
+full's own."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,7 +14,15 @@ from hashlib import sha256
 from random import Random
 
 from kvgraft.evaluate.tasks.items import Ask, Item, Pattern, Shape, Suite
-from kvgraft.evaluate.tasks.texts import CHARACTERS, INSTRUCTION, ROOM, check_split, in_split, of_split, write_item
+from kvgraft.evaluate.tasks.texts import (
+    CHARACTERS,
+    INSTRUCTION,
+    ROOM,
+    check_split,
+    in_split,
+    of_split,
+    write_item,
+)
 
 LEAST = 0.6  # of the size of a passage, that a shorter one at the end of a text has at least
 GIVEN = 8  # words by which a question tells what it means
@@ -35,20 +44,28 @@ def make_own(texts: Mapping[str, str], split: str = "all") -> Suite:
 
     @lru_cache(maxsize=8)
     def passages_of(size: int) -> tuple[str, ...]:
-        return tuple(one for one in dict.fromkeys(_cut(texts.values(), size)) if in_split(one, split))
+        return tuple(
+            one for one in dict.fromkeys(_cut(texts.values(), size)) if in_split(one, split)
+        )
 
     return Suite("own", description, tasks, partial(_write, passages_of, split), real_text=True)
 
 
 def _write(
-    passages_of: Callable[[int], tuple[str, ...]], split: str, rng: Random, shape: Shape, task: str, pattern: Pattern
+    passages_of: Callable[[int], tuple[str, ...]],
+    split: str,
+    rng: Random,
+    shape: Shape,
+    task: str,
+    pattern: Pattern,
 ) -> Item:
     """One question about passages drawn from all texts."""
     size = (shape.length - ROOM) * CHARACTERS // shape.num_segments
     passages = passages_of(size)
     if len(passages) < shape.num_segments:
         raise ValueError(
-            f"the texts have {len(passages)} passages of {size} characters{of_split(split)}, and {shape.num_segments} "
+            f"the texts have {len(passages)} passages of {size} characters{of_split(split)}, and "
+            f"{shape.num_segments} "
             "segments are wanted: give more text, or choose a smaller length or fewer segments"
         )
     drawn = rng.sample(passages, shape.num_segments)
@@ -56,9 +73,15 @@ def _write(
     start = 0 if task == "beginning" else rng.randrange(max(1, len(words) - GIVEN))
     given, behind = (" ".join(words[first : first + GIVEN]) for first in (start, start + GIVEN))
     if task == "beginning":
-        question, begun = f"Question: What does the text say that begins with '{given}'?\nAnswer:", ""
+        question, begun = (
+            f"Question: What does the text say that begins with '{given}'?\nAnswer:",
+            "",
+        )
     else:
-        question, begun = "Question: How does one of the texts go on after some of its words?\nAnswer:", f" {given}"
+        question, begun = (
+            "Question: How does one of the texts go on after some of its words?\nAnswer:",
+            f" {given}",
+        )
     ask = Ask(task, (question,), (behind,), ANSWER, "f1", begun=begun)
     return write_item(rng, INSTRUCTION, drawn, pattern, [ask])
 
@@ -70,7 +93,10 @@ def _cut(texts: Iterable[str], size: int) -> Iterator[str]:
         while len(rest) >= LEAST * size:
             end = size
             if len(rest) > size:
-                *_, last = [0, *(space.start() for space in _SPACE.finditer(rest, int(LEAST * size), size))]
+                *_, last = [
+                    0,
+                    *(space.start() for space in _SPACE.finditer(rest, int(LEAST * size), size)),
+                ]
                 end = last or size
             yield rest[:end]
             rest = rest[end:].lstrip()

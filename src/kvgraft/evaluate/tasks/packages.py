@@ -1,7 +1,8 @@
-"""Documentation as it is installed with Python and with packages that KVGraft needs: docstrings and descriptions.
+"""Documentation as it is installed with Python and with packages that KVGraft needs: docstrings and
+descriptions.
 
-Files are parsed, never imported or run. Only prose is kept: no code, no lists, no tables, no headings.
-"""
+Files are parsed, never imported or run. Only prose is kept: no code, no lists, no tables, no
+headings."""
 
 import ast
 import platform
@@ -15,16 +16,19 @@ from pathlib import Path
 
 PYTHON = "python"
 _MODULES = """
-argparse bisect calendar collections/__init__ configparser contextlib csv datetime difflib doctest email/message enum
-fractions ftplib functools heapq http/client http/cookiejar imaplib inspect ipaddress json/__init__ json/decoder
-json/encoder logging/__init__ logging/handlers mailbox optparse os pathlib pprint random sched selectors shlex shutil
-smtplib statistics string subprocess tarfile tempfile textwrap threading timeit traceback turtle unittest/case
+argparse bisect calendar collections/__init__ configparser contextlib csv datetime difflib doctest
+email/message enum fractions ftplib functools heapq http/client http/cookiejar imaplib inspect
+ipaddress json/__init__ json/decoder json/encoder logging/__init__ logging/handlers mailbox
+optparse os pathlib pprint random sched selectors shlex shutil smtplib statistics string
+subprocess tarfile tempfile textwrap threading timeit traceback turtle unittest/case
 urllib/request uuid weakref zipfile
 """
-SOURCES: Mapping[str, tuple[str, ...]] = {  # by distribution: files, from where its packages lie; its description, too
+# by distribution: files, from where its packages lie; its description, too
+SOURCES: Mapping[str, tuple[str, ...]] = {
     PYTHON: tuple(f"{module}.py" for module in _MODULES.split()),
     "numpy": (
-        "numpy/lib/_*_impl.py", "numpy/linalg/_linalg.py", "numpy/_core/fromnumeric.py", "numpy/_core/numeric.py",
+        "numpy/lib/_*_impl.py", "numpy/linalg/_linalg.py", "numpy/_core/fromnumeric.py",
+        "numpy/_core/numeric.py",
     ),
     "scipy": (
         "scipy/stats/_morestats.py", "scipy/stats/_hypotests.py", "scipy/signal/_peak_finding.py",
@@ -32,13 +36,17 @@ SOURCES: Mapping[str, tuple[str, ...]] = {  # by distribution: files, from where
         "scipy/ndimage/_filters.py", "scipy/linalg/_basic.py", "scipy/optimize/_minimize.py",
     ),
     "torch": (
-        "torch/nn/modules/activation.py", "torch/nn/modules/batchnorm.py", "torch/nn/modules/loss.py",
-        "torch/nn/modules/module.py", "torch/nn/modules/rnn.py", "torch/optim/lr_scheduler.py", "torch/optim/sgd.py",
+        "torch/nn/modules/activation.py", "torch/nn/modules/batchnorm.py",
+        "torch/nn/modules/loss.py",
+        "torch/nn/modules/module.py", "torch/nn/modules/rnn.py", "torch/optim/lr_scheduler.py",
+        "torch/optim/sgd.py",
         "torch/optim/optimizer.py", "torch/serialization.py", "torch/utils/data/dataloader.py",
     ),
-    "jinja2": ("jinja2/environment.py", "jinja2/filters.py", "jinja2/loaders.py", "jinja2/runtime.py"),
+    "jinja2": ("jinja2/environment.py", "jinja2/filters.py", "jinja2/loaders.py",
+    "jinja2/runtime.py"),
     "rich": ("rich/console.py", "rich/progress.py", "rich/text.py"),
-    "typer": (), "transformers": (), "tokenizers": (), "msgspec": (), "safetensors": (), "rapidfuzz": (),
+    "typer": (), "transformers": (), "tokenizers": (), "msgspec": (), "safetensors": (),
+    "rapidfuzz": (),
 }  # fmt: skip
 SHORTEST, LONGEST = 25, 300  # characters of a sentence
 _MARKUP = tuple(  # what stands around words, and what stays of it
@@ -93,7 +101,8 @@ def read_documentation() -> tuple[Documentation, ...]:
 
 
 def docstrings(source: str) -> Iterator[tuple[str, str]]:
-    """(name, docstring) of a module, whose own name is empty, and of its public classes, functions and methods."""
+    """(name, docstring) of a module, whose own name is empty, and of its public classes, functions
+    and methods."""
     yield from _docstrings(ast.parse(source), ())
 
 
@@ -111,9 +120,14 @@ def prose(text: str) -> Iterator[str]:
 
 
 def _files() -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """(name, (what is described, a sentence about it) in order) of every file and every description."""
+    """(name, (what is described, a sentence about it) in order) of every file and every
+    description."""
     for package, patterns in SOURCES.items():
-        root = Path(sysconfig.get_path("stdlib") if package == PYTHON else str(distribution(package).locate_file("")))
+        root = Path(
+            sysconfig.get_path("stdlib")
+            if package == PYTHON
+            else str(distribution(package).locate_file(""))
+        )
         for path in (path for pattern in patterns for path in sorted(root.glob(pattern))):
             file = path.relative_to(root)
             module = ".".join(file.with_suffix("").parts).removesuffix(".__init__")
@@ -122,7 +136,10 @@ def _files() -> Iterator[tuple[str, list[tuple[str, str]]]]:
                 (f"{name} ({where})" if name else module, text)
                 for name, text in docstrings(path.read_text(encoding="utf-8"))
             )
-            yield f"{package}/{file.as_posix()}", [(title, one) for title, text in titled for one in prose(text)]
+            yield (
+                f"{package}/{file.as_posix()}",
+                [(title, one) for title, text in titled for one in prose(text)],
+            )
         if package != PYTHON:
             description = str(distribution(package).metadata.json.get("description", ""))
             yield f"{package}/METADATA", [(package, sentence) for sentence in prose(description)]

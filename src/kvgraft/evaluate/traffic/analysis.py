@@ -33,7 +33,8 @@ class PoolCounts:
 
     Attributes:
         seconds: if they were priced.
-        given_up: requests whose sources and own pages did not fit into the pool together, so that nothing was grafted.
+        given_up: requests whose sources and own pages did not fit into the pool together, so that
+            nothing was grafted.
     """
 
     tokens: int | None
@@ -140,9 +141,13 @@ def analyse(
 
 
 def _replay(
-    groups: Iterable[Sequence[TracedRequest]], settings: ReplaySettings, pool: int | None, on_step: Callable[[], None]
+    groups: Iterable[Sequence[TracedRequest]],
+    settings: ReplaySettings,
+    pool: int | None,
+    on_step: Callable[[], None],
 ) -> tuple[dict[TracedRequest, Answers], int]:
-    """What each request finds, and how many gave their grafts up; each group has a pool of its own."""
+    """What each request finds, and how many gave their grafts up; each group has a pool of its
+    own."""
     answers: dict[TracedRequest, Answers] = {}
     num_given_up = 0
     for group in groups:
@@ -154,7 +159,11 @@ def _replay(
             prefix = plain.ask(request.tokens, request.answer)
             in_chunks = chunks.ask(request.tokens, request.segments, prefix)
             grafted = grafting.ask(request.tokens, request.answer)
-            answers[request] = (Stretches.of(prefix), Stretches.of(in_chunks), Stretches.of(grafted))
+            answers[request] = (
+                Stretches.of(prefix),
+                Stretches.of(in_chunks),
+                Stretches.of(grafted),
+            )
             on_step()
         num_given_up += grafting.num_given_up
     return answers, num_given_up
@@ -168,10 +177,14 @@ def _check_pools(pools: Sequence[int | None], trace: RequestTrace, block_size: i
     largest = max(_pages(request, block_size) for request in trace.requests) * block_size
     for tokens in pools:
         if tokens is not None and tokens < largest:
-            raise ValueError(f"a pool of {tokens} tokens: the longest request of this trace needs {largest}")
+            raise ValueError(
+                f"a pool of {tokens} tokens: the longest request of this trace needs {largest}"
+            )
 
 
-def _sums(answers: Iterable[Answers], costs: Costs | None) -> tuple[dict[str, TokenCounts], Seconds | None]:
+def _sums(
+    answers: Iterable[Answers], costs: Costs | None
+) -> tuple[dict[str, TokenCounts], Seconds | None]:
     """Tokens of some requests by side, and their seconds if there are costs to price them by."""
     prompts = list(answers)
     by_side = zip(*prompts, strict=True)
@@ -186,10 +199,14 @@ def _by_turn(
     last = max(request.turn for request in requests)
     doubled = (SINGLE_TURNS << power for power in count())
     ranges = [range(turn, turn + 1) for turn in range(1, min(SINGLE_TURNS, last) + 1)]
-    ranges += [range(after + 1, min(2 * after, last) + 1) for after in takewhile(lambda after: after < last, doubled)]
+    ranges += [
+        range(after + 1, min(2 * after, last) + 1)
+        for after in takewhile(lambda after: after < last, doubled)
+    ]
     return tuple(
         GroupCounts(
-            _range_name(turns), *_sums((answers[request] for request in requests if request.turn in turns), costs)
+            _range_name(turns),
+            *_sums((answers[request] for request in requests if request.turn in turns), costs),
         )
         for turns in ranges
     )

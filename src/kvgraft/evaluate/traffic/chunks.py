@@ -15,8 +15,9 @@ CHUNK_TOKENS = 256  # LMCache's default
 class FixedChunks:
     """What chunks of fixed length find beyond exact prefix caching.
 
-    A prompt is cut at the beginnings of its messages, and each message from there on into chunks of 256 tokens. A chunk
-    is found if an earlier prompt had the same one, wherever; what is left of a message is never found.
+    A prompt is cut at the beginnings of its messages, and each message from there on into chunks of
+    256 tokens. A chunk is found if an earlier prompt had the same one, wherever; what is left of a
+    message is never found.
 
     Args:
         capacity: tokens kept, the least recently used go first; beside those of the prefix cache.
@@ -28,7 +29,8 @@ class FixedChunks:
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
     def ask(self, tokens: np.ndarray, segments: np.ndarray, origins: np.ndarray) -> np.ndarray:
-        """Origins int16 [T] of a prompt int32 [T] of which prefix caching alone finds `origins`; its chunks are kept.
+        """Origins int16 [T] of a prompt int32 [T] of which prefix caching alone finds `origins`;
+        its chunks are kept.
 
         Args:
             segments: where its messages begin, int64 [s].

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from kvgraft.evaluate.traffic.records import ALLOWED, BadLine, LoggedAnswer, LoggedRequest, parse_record
+from kvgraft.evaluate.traffic.records import (
+    ALLOWED,
+    BadLine,
+    LoggedAnswer,
+    LoggedRequest,
+    parse_record,
+)
 from kvgraft.evaluate.traffic.vllm_log import is_log, read_log
 
 SUFFIXES = (".json", ".jsonl", ".log", ".ndjson", ".txt")  # that are read of a directory
@@ -19,7 +25,8 @@ Line = tuple[str, LoggedRequest | LoggedAnswer | BadLine]
 
 @dataclass(frozen=True)
 class TraceFile:
-    """A file, and the session of its requests where they name none; of a text, that of all texts beside it."""
+    """A file, and the session of its requests where they name none; of a text, that of all texts
+    beside it."""
 
     path: Path
     session: str
@@ -27,7 +34,8 @@ class TraceFile:
 
 
 def find_files(paths: Sequence[Path]) -> tuple[list[TraceFile], list[Path]]:
-    """The files that are meant, those of directories by name; and those of directories that are of another kind.
+    """The files that are meant, those of directories by name; and those of directories that are of
+    another kind.
 
     Raises:
         FileNotFoundError: a path that is not there, or a directory without a file to read.
@@ -37,26 +45,41 @@ def find_files(paths: Sequence[Path]) -> tuple[list[TraceFile], list[Path]]:
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"no such file or directory: {path}")
-        inside = sorted(found for found in path.rglob("*") if found.is_file()) if path.is_dir() else [path]
-        chosen = [found for found in inside if found.suffix in SUFFIXES] if path.is_dir() else inside
+        inside = (
+            sorted(found for found in path.rglob("*") if found.is_file())
+            if path.is_dir()
+            else [path]
+        )
+        chosen = (
+            [found for found in inside if found.suffix in SUFFIXES] if path.is_dir() else inside
+        )
         if not chosen:
             raise FileNotFoundError(f"{path} has no file named *{', *'.join(SUFFIXES)}")
         left_out += sorted(set(inside) - set(chosen))
         root = path if path.is_dir() else path.parent
-        files += [TraceFile(found, str(found.relative_to(root)), found.parent.name or ".") for found in chosen]
+        files += [
+            TraceFile(found, str(found.relative_to(root)), found.parent.name or ".")
+            for found in chosen
+        ]
     names = Counter(file.session for file in files)
     return [
-        file if names[file.session] == 1 else TraceFile(file.path, str(file.path), str(file.path.parent))
+        file
+        if names[file.session] == 1
+        else TraceFile(file.path, str(file.path), str(file.path.parent))
         for file in files
     ], left_out
 
 
 def read_file(file: TraceFile) -> Iterator[tuple[str, Line]]:
-    """What a file says: the session where a request names none, then the place and what stands there."""
+    """What a file says: the session where a request names none, then the place and what stands
+    there."""
     try:
         text = file.path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        yield file.session, (str(file.path), BadLine(f"is no UTF-8 text: {error.reason} at byte {error.start}"))
+        yield (
+            file.session,
+            (str(file.path), BadLine(f"is no UTF-8 text: {error.reason} at byte {error.start}")),
+        )
         return
     lines = text.split("\n")  # no other line ends: JSON may hold them as they are
     whole = _decode(text)
@@ -76,15 +99,21 @@ def read_file(file: TraceFile) -> Iterator[tuple[str, Line]]:
         for number, said in read_log(lines):
             yield file.session, (f"{file.path}, line {number}", said)
     else:
-        yield file.text_session, (str(file.path), LoggedRequest(text) if text.strip() else BadLine("has no text"))
+        yield (
+            file.text_session,
+            (str(file.path), LoggedRequest(text) if text.strip() else BadLine("has no text")),
+        )
 
 
 def _is_jsonl(path: Path, lines: Sequence[str]) -> bool:
-    """By its name; or by its first line, which is a value of JSON, or begins like an object that the file is not."""
+    """By its name; or by its first line, which is a value of JSON, or begins like an object that
+    the file is not."""
     first = next((line.strip() for line in lines if line.strip()), "")
     if path.suffix in (".jsonl", ".ndjson") or isinstance(_decode(first), dict | str):
         return True
-    return _BEGINS_OBJECT.match(first) is not None and not isinstance(_decode("\n".join(lines)), dict)
+    return _BEGINS_OBJECT.match(first) is not None and not isinstance(
+        _decode("\n".join(lines)), dict
+    )
 
 
 def _decode(text: str) -> object:

@@ -19,7 +19,8 @@ class Origin(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Stretches:
-    """A prompt as stretches of one origin: origins int16 [n] and their lengths in tokens int32 [n], in order."""
+    """A prompt as stretches of one origin: origins int16 [n] and their lengths in tokens int32 [n],
+    in order."""
 
     origins: np.ndarray
     lengths: np.ndarray

@@ -1,4 +1,5 @@
-"""An analysis as a self-contained HTML page: each request as a bar of where its tokens come from, in order."""
+"""An analysis as a self-contained HTML page: each request as a bar of where its tokens come from,
+in order."""
 
 import json
 from importlib.resources import files
@@ -14,24 +15,36 @@ from kvgraft.evaluate.traffic.tables import EVERYTHING, PRICED, headline, notes,
 
 
 def render_page(analysed: Analysed) -> str:
-    """The page, with everything that it needs inside; it names sessions, and holds no text of a prompt."""
+    """The page, with everything that it needs inside; it names sessions, and holds no text of a
+    prompt."""
     analysis = analysed.analysis
     sides = list(analysis.largest.sides)
     data = {
-        "sides": [{"name": side, **_shares(counts)} for side, counts in analysis.largest.sides.items()],
+        "sides": [
+            {"name": side, **_shares(counts)} for side, counts in analysis.largest.sides.items()
+        ],
         "chosen": sides.index(KVGRAFT),
         "pools": [
-            {"name": pool_name(pool.tokens), "new": [_shares(pool.sides[side])["new"] for side in sides]}
+            {
+                "name": pool_name(pool.tokens),
+                "new": [_shares(pool.sides[side])["new"] for side in sides],
+            }
             for pool in analysis.pools
         ],
         "turns": [
-            {"name": group.name, "requests": group.sides[KVGRAFT].requests, **_shares(group.sides[KVGRAFT])}
+            {
+                "name": group.name,
+                "requests": group.sides[KVGRAFT].requests,
+                **_shares(group.sides[KVGRAFT]),
+            }
             for group in analysis.turns
         ],
         "sessions": _sessions(analysed),
         "seconds": _seconds(analysis),
     }
-    template = files("kvgraft.evaluate.traffic").joinpath("traffic.html.j2").read_text(encoding="utf-8")
+    template = (
+        files("kvgraft.evaluate.traffic").joinpath("traffic.html.j2").read_text(encoding="utf-8")
+    )
     environment = jinja2.Environment(autoescape=True)
     # inside a script element only these characters could end it or start a comment
     safe = json.dumps(data).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -53,10 +66,17 @@ def _shares(counts: TokenCounts) -> dict[str, float]:
 
 
 def _seconds(analysis: Analysis) -> dict[str, Any]:
-    """Rows of (name, seconds of everything computed, then by side), all prompts first; no rows if nothing is priced."""
-    groups = [("all prompts", analysis.largest.seconds), *((one.name, one.seconds) for one in analysis.sessions)]
+    """Rows of (name, seconds of everything computed, then by side), all prompts first; no rows if
+    nothing is priced."""
+    groups = [
+        ("all prompts", analysis.largest.seconds),
+        *((one.name, one.seconds) for one in analysis.sessions),
+    ]
     priced = [(name, seconds) for name, seconds in groups if seconds is not None]
-    rows = [[name, round(seconds.full, 4), *(round(s, 4) for s in seconds.sides.values())] for name, seconds in priced]
+    rows = [
+        [name, round(seconds.full, 4), *(round(s, 4) for s in seconds.sides.values())]
+        for name, seconds in priced
+    ]
     return {"heads": [EVERYTHING, *analysis.largest.sides], "rows": rows}
 
 

@@ -23,17 +23,25 @@ KINDS = {  # in the colours of the page that a server shows
 
 
 def draw(analysis: Analysis, path: Path) -> None:
-    """All sides, turns under KVGraft, and what is found by size of the pool, if there are several."""
+    """All sides, turns under KVGraft, and what is found by size of the pool, if there are
+    several."""
     by_turn = {group.name: group.sides[KVGRAFT] for group in analysis.turns}
     several = len(analysis.pools) > 1
     with mpl.rc_context(STYLE):
-        figure, grid = plt.subplots(1, 2 + several, figsize=(4.6 * (2 + several), 3.8), layout="constrained")
+        figure, grid = plt.subplots(
+            1, 2 + several, figsize=(4.6 * (2 + several), 3.8), layout="constrained"
+        )
         _bars(grid[0], analysis.largest.sides, "all prompts")
         _bars(grid[1], by_turn, "kvgraft, by turn of a session")
         grid[0].set_ylabel("share of prompt tokens")
         if several:
             _pools(grid[2], analysis.pools)
-        figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(KINDS), fontsize=9)
+        figure.legend(
+            *grid[0].get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=len(KINDS),
+            fontsize=9,
+        )
         save(figure, path)
 
 
@@ -41,7 +49,9 @@ def _bars(axes: Axes, counts: Mapping[str, TokenCounts], title: str) -> None:
     shares = np.array([_shares(one) for one in counts.values()])  # [bars, kinds]
     below = np.cumsum(shares, axis=1) - shares
     for number, (kind, colour) in enumerate(KINDS.items()):
-        axes.bar(range(len(counts)), shares[:, number], 0.8, below[:, number], color=colour, label=kind)
+        axes.bar(
+            range(len(counts)), shares[:, number], 0.8, below[:, number], color=colour, label=kind
+        )
     axes.set_xticks(range(len(counts)), list(counts), rotation=30 if len(counts) > 8 else 0)
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
@@ -53,7 +63,10 @@ def _pools(axes: Axes, pools: Sequence[PoolCounts]) -> None:
     for side in pools[0].sides:
         counts = [pool.sides[side] for pool in pools]
         axes.plot([one.share(one.known) for one in counts], marker="o", markersize=4, label=side)
-    axes.set_xticks(range(len(pools)), ["unlimited" if pool.tokens is None else f"{pool.tokens:,}" for pool in pools])
+    axes.set_xticks(
+        range(len(pools)),
+        ["unlimited" if pool.tokens is None else f"{pool.tokens:,}" for pool in pools],
+    )
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
     axes.set_title("tokens found, by tokens of the pool", fontsize=10)

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import msgspec
 
 ALLOWED = (
-    'a line is an OpenAI request body with "messages" or "prompt", bare or under "body", a prompt as a JSON string, '
+    'a line is an OpenAI request body with "messages" or "prompt", bare or under "body", a prompt '
+    "as a JSON string, "
     'a request with "hash_ids" instead of text, or, with "type": "response", an answer'
 )
 BLOCK_TOKENS = 512  # of a block that a trace names instead of telling its text
@@ -47,7 +48,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class HashedPrompt:
-    """A prompt without its text: how many tokens it has, and an id for each `BLOCK_TOKENS` of them and all before."""
+    """A prompt without its text: how many tokens it has, and an id for each `BLOCK_TOKENS` of them
+    and all before."""
 
     ids: tuple[int, ...]
     num_tokens: int
@@ -58,8 +60,8 @@ Prompt = str | Conversation | tuple[int, ...]
 
 @dataclass(frozen=True)
 class LoggedRequest:
-    """A request as the trace has it. `session` and `timestamp` (seconds) are None where it does not say; `num_answered`
-    are the tokens of its answer, where the trace says only how many."""
+    """A request as the trace has it. `session` and `timestamp` (seconds) are None where it does not
+    say; `num_answered` are the tokens of its answer, where the trace says only how many."""
 
     prompt: Prompt | HashedPrompt
     session: str | None = None
@@ -77,7 +79,8 @@ class LoggedAnswer:
 
 
 def parse_record(value: object) -> list[LoggedRequest | LoggedAnswer]:
-    """What a line of JSON says: one request, several if its `prompt` is a batch, or an answer if it holds text.
+    """What a line of JSON says: one request, several if its `prompt` is a batch, or an answer if it
+    holds text.
 
     Raises:
         BadLine: it says something else.
@@ -110,9 +113,14 @@ def _of_blocks(value: dict[str, Any]) -> LoggedRequest:
         raise BadLine(f"{_short(value)}: {error}") from None
     blocks = -(-said.input_length // BLOCK_TOKENS)
     if len(said.hash_ids) != blocks:
-        raise BadLine(f'"hash_ids" are {len(said.hash_ids)}, must be {blocks}: one for each {BLOCK_TOKENS} tokens')
+        raise BadLine(
+            f'"hash_ids" are {len(said.hash_ids)}, must be {blocks}: one for each {BLOCK_TOKENS} '
+            "tokens"
+        )
     prompt = HashedPrompt(said.hash_ids, said.input_length)
-    return LoggedRequest(prompt, session_of(value, value), said.timestamp / 1000, num_answered=said.output_length)
+    return LoggedRequest(
+        prompt, session_of(value, value), said.timestamp / 1000, num_answered=said.output_length
+    )
 
 
 def prompts_of(body: Mapping[str, Any]) -> list[Prompt]:
@@ -129,7 +137,11 @@ def prompts_of(body: Mapping[str, Any]) -> list[Prompt]:
     prompt = body["prompt"]
     if isinstance(prompt, str) or _are_ids(prompt):
         return [_as_prompt(prompt)]
-    if isinstance(prompt, list) and prompt and all(isinstance(one, str) or _are_ids(one) for one in prompt):
+    if (
+        isinstance(prompt, list)
+        and prompt
+        and all(isinstance(one, str) or _are_ids(one) for one in prompt)
+    ):
         return [_as_prompt(one) for one in prompt]
     raise BadLine(f'"prompt" is {_short(prompt)}: must be a string, token ids, or a list of such')
 
@@ -143,7 +155,9 @@ def _conversation(body: Mapping[str, Any]) -> Conversation:
         raise BadLine(f'"tools" is {_short(tools)}: must be a list')
     if not isinstance(options, dict):
         raise BadLine(f'"chat_template_kwargs" is {_short(options)}: must be an object')
-    return Conversation(tuple(_message(number, one) for number, one in enumerate(messages)), tuple(tools), options)
+    return Conversation(
+        tuple(_message(number, one) for number, one in enumerate(messages)), tuple(tools), options
+    )
 
 
 def _message(number: int, message: object) -> dict[str, Any]:
@@ -151,7 +165,9 @@ def _message(number: int, message: object) -> dict[str, Any]:
         raise BadLine(f'message {number} is {_short(message)}: must be an object with a "role"')
     read = {**message, "content": _content(number, message.get("content"))}
     if message.get("tool_calls"):
-        read["tool_calls"] = [_tool_call(number, call) for call in _listed(number, message["tool_calls"])]
+        read["tool_calls"] = [
+            _tool_call(number, call) for call in _listed(number, message["tool_calls"])
+        ]
     return read
 
 
@@ -160,7 +176,9 @@ def _content(number: int, content: object) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise BadLine(f"message {number}: content is {_short(content)}: must be text or a list of text parts")
+        raise BadLine(
+            f"message {number}: content is {_short(content)}: must be text or a list of text parts"
+        )
     return "\n".join(_part(number, part) for part in content)
 
 
@@ -168,7 +186,9 @@ def _part(number: int, part: object) -> str:
     text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, dict) else part
-        raise BadLine(f"message {number}: a content part of type {_short(kind)}: only text can be reused")
+        raise BadLine(
+            f"message {number}: a content part of type {_short(kind)}: only text can be reused"
+        )
     return text
 
 
@@ -181,7 +201,9 @@ def _listed(number: int, calls: object) -> list[object]:
 def _tool_call(number: int, call: object) -> dict[str, Any]:
     """The call with its arguments as an object, which is what chat templates expect."""
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-        raise BadLine(f'message {number}: tool call {_short(call)}: must be an object with a "function"')
+        raise BadLine(
+            f'message {number}: tool call {_short(call)}: must be an object with a "function"'
+        )
     arguments = call["function"].get("arguments")
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -207,14 +229,17 @@ def session_of(value: dict[str, Any], body: dict[str, Any]) -> str | None:
 
 
 def timestamp_of(value: dict[str, Any]) -> float | None:
-    """Seconds, None where a line does not say; BadLine if it is neither seconds nor a date and time of ISO 8601."""
+    """Seconds, None where a line does not say; BadLine if it is neither seconds nor a date and time
+    of ISO 8601."""
     found = next((value[key] for key in TIME_KEYS if value.get(key) is not None), None)
     if found is None or (isinstance(found, int | float) and not isinstance(found, bool)):
         return found
     try:
         return datetime.fromisoformat(found).timestamp()
     except (TypeError, ValueError):
-        raise BadLine(f"timestamp is {_short(found)}: must be seconds, or a date and time of ISO 8601") from None
+        raise BadLine(
+            f"timestamp is {_short(found)}: must be seconds, or a date and time of ISO 8601"
+        ) from None
 
 
 def _text_of(value: dict[str, Any], keys: tuple[str, ...]) -> str | None:
@@ -223,7 +248,11 @@ def _text_of(value: dict[str, Any], keys: tuple[str, ...]) -> str | None:
 
 
 def _are_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(token) is int and 0 <= token < 2**31 for token in value)
+    )
 
 
 def _as_prompt(value: Any) -> Prompt:

@@ -69,20 +69,27 @@ class Replay:
         self._policy = parse_policy(DEFAULT_POLICY if grafts else "full")
         self._similar = grafts and settings.similarity is not None
         pool, layout = PagePool(num_pages, size), StreamLayout.dense(1, 1)
-        cache = KVCache(layout, 1, size, 1, torch.int8, torch.device("cpu"))  # no page is ever written or read
+        # no page is ever written or read
+        cache = KVCache(layout, 1, size, 1, torch.int8, torch.device("cpu"))
         index = ReuseIndex(pool, settings.max_depth, False, settings.similarity, settings.anchors)
-        cost_model = None if settings.costs is None else CostModel(settings.costs, settings.exactness_weight)
+        cost_model = (
+            None if settings.costs is None else CostModel(settings.costs, settings.exactness_weight)
+        )
         lookup = CacheLookup(pool, layout, index, continuation=grafts, cost_model=cost_model)
-        self._memory = Memory(pool, cache, PinnedDocuments(pool), lookup, max_prefill_tokens=1 << 30)
+        self._memory = Memory(
+            pool, cache, PinnedDocuments(pool), lookup, max_prefill_tokens=1 << 30
+        )
         self._scope = scope_digest("", NAMESPACE)
 
     @property
     def num_given_up(self) -> int:
-        """Requests whose sources and own pages did not fit into the pool together, so that nothing was grafted."""
+        """Requests whose sources and own pages did not fit into the pool together, so that nothing
+        was grafted."""
         return self._memory.fallbacks.total()
 
     def ask(self, tokens: np.ndarray, answer: np.ndarray) -> np.ndarray:
-        """The origin of each token of a prompt int32 [T], int16 [T]; prompt and answer int32 [a] stay in the cache.
+        """The origin of each token of a prompt int32 [T], int16 [T]; prompt and answer int32 [a]
+        stay in the cache.
 
         Raises:
             PoolExhausted: the pool is smaller than the request.
@@ -93,7 +100,8 @@ class Replay:
         origins = _origins(sequence)
         self._memory.unpin_sources(sequence)
         sequence.tokens += answer.tolist()
-        sequence.num_computed = len(tokens) + max(len(answer) - 1, 0)  # the last token of an answer is never read
+        # the last token of an answer is never read
+        sequence.num_computed = len(tokens) + max(len(answer) - 1, 0)
         self._memory.offer(sequence, ended=True)
         self._memory.release(sequence)
         return origins
@@ -121,23 +129,35 @@ def pages_for(num_tokens: int, block_size: int) -> int:
 
 def _origins(sequence: SequenceState) -> np.ndarray:
     """int16 [T] of a sequence that has been admitted."""
-    plan, size, continued = sequence.admitted_plan, sequence.admitted_plan.block_size, sequence.continued
+    plan, size, continued = (
+        sequence.admitted_plan,
+        sequence.admitted_plan.block_size,
+        sequence.continued,
+    )
     origins = np.where(plan.prefix.numpy(), Origin.PREFIX, Origin.NEW).astype(np.int16)
     steps, held = sequence.offer.steps, range(0)
     if continued is not None:
         held = range(continued.first_block * size, continued.stop_block * size)
         origins[held.start : held.stop] = Origin.CONTINUED
-    matches = np.array(sorted(step for step in steps if step[0] not in held), np.int64).reshape(-1, 2)  # start, depth+1
+    # start, depth+1
+    matches = np.array(sorted(step for step in steps if step[0] not in held), np.int64).reshape(
+        -1, 2
+    )
     targets = plan.graft_targets.numpy()
-    match = np.searchsorted(matches[:, 0], targets, side="right") - 1  # that each grafted token belongs to
-    kinds = np.where(_holds_block(sequence, match, len(matches)), Origin.GRAFTED + matches[:, 1] - 1, Origin.SIMILAR)
+    # that each grafted token belongs to
+    match = np.searchsorted(matches[:, 0], targets, side="right") - 1
+    kinds = np.where(
+        _holds_block(sequence, match, len(matches)),
+        Origin.GRAFTED + matches[:, 1] - 1,
+        Origin.SIMILAR,
+    )
     origins[targets] = kinds[match]
     return origins
 
 
 def _holds_block(sequence: SequenceState, match: np.ndarray, num_matches: int) -> np.ndarray:
-    """bool [num_matches]: whether a match covers a whole block of its source. Those that cover none are parts of
-    near-duplicates: identical text is found by its whole blocks.
+    """bool [num_matches]: whether a match covers a whole block of its source. Those that cover none
+    are parts of near-duplicates: identical text is found by its whole blocks.
 
     Args:
         match: that each grafted token belongs to, int64 [g].
@@ -148,7 +168,11 @@ def _holds_block(sequence: SequenceState, match: np.ndarray, num_matches: int) -
     if plan.ends_in_graft[0] and num_matches:
         lengths[-1] += 1  # the last token of a prompt is computed all the same
     sources = (plan.graft_targets - plan.graft_shifts).numpy()
-    starts = sources[np.minimum(first, len(sources) - 1)] if len(sources) else np.zeros(num_matches, np.int64)
+    starts = (
+        sources[np.minimum(first, len(sources) - 1)]
+        if len(sources)
+        else np.zeros(num_matches, np.int64)
+    )
     whole: np.ndarray = -(-starts // size) * size + size <= starts + lengths
     return whole
 

@@ -12,7 +12,8 @@ from kvgraft.reuse.cost import WORK
 
 @dataclass(frozen=True)
 class Seconds:
-    """Estimated seconds of prefill of some requests, one after another: if everything is computed, and by side."""
+    """Estimated seconds of prefill of some requests, one after another: if everything is computed,
+    and by side."""
 
     full: float
     sides: dict[str, float]
@@ -36,16 +37,20 @@ def price(answers: Iterable[Sequence[Stretches]], sides: Sequence[str], costs: C
 def prefill_seconds(prompt: Stretches, costs: Costs) -> float:
     """Of one prompt, by a rule that knows nothing of the system that found its tokens.
 
-    New tokens are computed, and see every token before them, so their pairs are exact. Prefix and continued tokens cost
-    nothing. Grafted tokens, near-duplicates among them, are copied, and of them a share `WORK` is computed again: which
-    ones no replay knows, so the pairs of that share are the same share of all their pairs. That is what the cost model
-    assumes of a policy that has not run yet. What a policy chooses by, and the copying of a system that keeps its
-    chunks elsewhere than in the pool, are left out; so is waiting for other requests.
-    """
+    New tokens are computed, and see every token before them, so their pairs are exact. Prefix and
+    continued tokens cost nothing. Grafted tokens, near-duplicates among them, are copied, and of
+    them a share `WORK` is computed again: which ones no replay knows, so the pairs of that share
+    are the same share of all their pairs. That is what the cost model assumes of a policy that has
+    not run yet. What a policy chooses by, and the copying of a system that keeps its chunks
+    elsewhere than in the pool, are left out; so is waiting for other requests."""
     stops = np.cumsum(prompt.lengths, dtype=np.int64)
     pairs = count_pairs(stops - prompt.lengths, stops)
     new, grafted = prompt.origins == Origin.NEW, prompt.origins >= Origin.SIMILAR
     num_new, new_pairs = int(prompt.lengths[new].sum()), pairs[new].sum()
     if not grafted.any():
         return float(costs.computing(num_new, new_pairs))
-    return float(costs.grafting(num_new, new_pairs, int(prompt.lengths[grafted].sum()), pairs[grafted].sum(), WORK))
+    return float(
+        costs.grafting(
+            num_new, new_pairs, int(prompt.lengths[grafted].sum()), pairs[grafted].sum(), WORK
+        )
+    )

@@ -16,15 +16,19 @@ from kvgraft.segments.matches import DEEP, MAX_DEPTH, depth_name
 MOST_SESSIONS = 12  # in the table
 LONGEST_NAME = 20  # of a session
 EVERYTHING = "everything computed"
-HOW_TO_PRICE = "seconds, too: kvgraft profile-costs MODEL -o costs.json, then analyze --costs costs.json"
+HOW_TO_PRICE = (
+    "seconds, too: kvgraft profile-costs MODEL -o costs.json, then analyze --costs costs.json"
+)
 PRICED = (
-    f"seconds are estimated: requests one after another, and of what is grafted {WORK:.0%} is computed again, "
+    f"seconds are estimated: requests one after another, and of what is grafted {WORK:.0%} is "
+    "computed again, "
     "whoever grafts it"
 )
 
 
 def render(analysis: Analysis) -> Group:
-    """What there is, all sides, seconds if there are any, grafts by depth, pools if several, turns and sessions."""
+    """What there is, all sides, seconds if there are any, grafts by depth, pools if several, turns
+    and sessions."""
     parts: list[RenderableType] = [Text(headline(analysis), style="dim"), _sides(analysis)]
     grafted = analysis.largest.sides[KVGRAFT]
     if len(grafted.grafted) > 1:
@@ -37,16 +41,20 @@ def render(analysis: Analysis) -> Group:
         largest = _longest(analysis)
         parts.append(_groups("session", largest, analysis))
         if hidden := len(analysis.sessions) - len(largest):
-            parts.append(Text(f"the longest sessions; --json has the other {hidden}, too", style="dim"))
+            parts.append(
+                Text(f"the longest sessions; --json has the other {hidden}, too", style="dim")
+            )
     return Group(*parts, *(Text(note, style="yellow") for note in notes(analysis)))
 
 
 def headline(analysis: Analysis) -> str:
     """What was analysed, and how."""
     return (
-        f"{analysis.requests:,} requests of {len(analysis.sessions):,} sessions in {analysis.files:,} files, "
+        f"{analysis.requests:,} requests of {len(analysis.sessions):,} sessions in "
+        f"{analysis.files:,} files, "
         f"{analysis.tokens:,} prompt tokens ({analysis.tokenizer}); {analysis.order}; pool of "
-        f"{pool_name(analysis.largest.tokens)}, blocks of {analysis.block_size}, {depth_limit(analysis.max_depth)}, "
+        f"{pool_name(analysis.largest.tokens)}, blocks of {analysis.block_size}, "
+        f"{depth_limit(analysis.max_depth)}, "
         f"{analysis.match} matching"
     )
 
@@ -55,18 +63,25 @@ def notes(analysis: Analysis) -> list[str]:
     """What the figures leave out, or overstate."""
     found = []
     if analysis.bad_lines:
-        found.append(f"lines skipped: {len(analysis.bad_lines)}; the first: {analysis.bad_lines[0]}")
+        found.append(
+            f"lines skipped: {len(analysis.bad_lines)}; the first: {analysis.bad_lines[0]}"
+        )
     if analysis.left_out:
-        found.append(f"files of another kind, not read: {len(analysis.left_out)}; the first: {analysis.left_out[0]}")
+        found.append(
+            f"files of another kind, not read: {len(analysis.left_out)}; the first: "
+            f"{analysis.left_out[0]}"
+        )
     if analysis.unknown_tokens:
         found.append(
-            f"{percent(analysis.unknown_tokens / analysis.tokens)} of the tokens are words that the tokenizer does not "
+            f"{percent(analysis.unknown_tokens / analysis.tokens)} of the tokens are words that "
+            "the tokenizer does not "
             "know, which all look the same: reuse is overstated, choose another --tokenizer"
         )
     for pool in analysis.pools:
         if pool.given_up:
             found.append(
-                f"pool of {pool_name(pool.tokens)}: requests that grafted nothing, since sources and prompt did not "
+                f"pool of {pool_name(pool.tokens)}: requests that grafted nothing, since sources "
+                "and prompt did not "
                 f"fit into it together: {pool.given_up}"
             )
     return found
@@ -87,7 +102,11 @@ def depth_limit(max_depth: int) -> str:
 def by_depth(counts: TokenCounts) -> str:
     """Grafted tokens by depth, as shares of the prompts; those from DEEP on together."""
     sums = [*counts.grafted[:DEEP], sum(counts.grafted[DEEP:])]
-    shares = {depth_name(depth): percent(counts.share(tokens)) for depth, tokens in enumerate(sums) if tokens}
+    shares = {
+        depth_name(depth): percent(counts.share(tokens))
+        for depth, tokens in enumerate(sums)
+        if tokens
+    }
     return ", ".join(f"{name}: {share}" for name, share in shares.items())
 
 
@@ -124,7 +143,9 @@ def _seconds(analysis: Analysis) -> list[RenderableType]:
     for group in _longest(analysis):
         if group.seconds is not None:
             taken_by = [_duration(taken) for _, taken, _ in _seconds_rows(group.seconds)]
-            sessions.add_row(Text(_shortened(group.name)), *taken_by, _duration(group.seconds.saved(KVGRAFT)))
+            sessions.add_row(
+                Text(_shortened(group.name)), *taken_by, _duration(group.seconds.saved(KVGRAFT))
+            )
     return [table, sessions, Text(PRICED, style="dim")]
 
 
@@ -152,7 +173,9 @@ def _groups(name: str, groups: Iterable[GroupCounts], analysis: Analysis) -> Tab
     for group in groups:
         counts = group.sides[KVGRAFT]
         sizes = (f"{counts.requests:,}", _compact(counts.prompt))
-        table.add_row(Text(_shortened(group.name)), *sizes, *_new(group.sides), *_cells(analysis, counts))
+        table.add_row(
+            Text(_shortened(group.name)), *sizes, *_new(group.sides), *_cells(analysis, counts)
+        )
     return table
 
 

@@ -8,10 +8,12 @@ from kvgraft.evaluate.traffic.records import BadLine, Conversation, LoggedReques
 
 
 def read_messages(paths: Sequence[Path]) -> dict[str, str]:
-    """The messages and prompts of a trace, each once, by where they stand first; prompts of token ids are left out.
+    """The messages and prompts of a trace, each once, by where they stand first; prompts of token
+    ids are left out.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such file, a line that cannot be read, or no text.
+        FileNotFoundError, ValueError: there is no such file, a line that cannot be read, or no
+            text.
     """
     found: dict[str, str] = {}
     for file in find_files(paths)[0]:
@@ -23,10 +25,14 @@ def read_messages(paths: Sequence[Path]) -> dict[str, str]:
                     found.setdefault(text, place)
     if not found:
         raise ValueError(f"{', '.join(map(str, paths))}: there is no text in these requests")
-    return {f"{place}, text {number}": text for number, (text, place) in enumerate(found.items(), 1)}
+    return {
+        f"{place}, text {number}": text for number, (text, place) in enumerate(found.items(), 1)
+    }
 
 
 def _texts(request: LoggedRequest) -> list[str]:
     if isinstance(request.prompt, Conversation):
-        return [message["content"] for message in request.prompt.messages if message["content"].strip()]
+        return [
+            message["content"] for message in request.prompt.messages if message["content"].strip()
+        ]
     return [request.prompt] if isinstance(request.prompt, str) else []

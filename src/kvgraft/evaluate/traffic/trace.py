@@ -68,7 +68,11 @@ class RequestTrace:
 
 
 def read_trace(
-    paths: Sequence[Path], reader: TokenReader, *, skip_bad_lines: bool = False, on_progress: OnProgress | None = None
+    paths: Sequence[Path],
+    reader: TokenReader,
+    *,
+    skip_bad_lines: bool = False,
+    on_progress: OnProgress | None = None,
 ) -> RequestTrace:
     """Read files, and directories of files.
 
@@ -90,7 +94,9 @@ def read_trace(
         if on_progress is not None:
             on_progress(number + 1, len(files))
     if not requests:
-        skipped = f", {len(bad_lines)} bad lines, the first of them: {bad_lines[0]}" if bad_lines else ""
+        skipped = (
+            f", {len(bad_lines)} bad lines, the first of them: {bad_lines[0]}" if bad_lines else ""
+        )
         raise ValueError(f"no request in {', '.join(map(str, paths))}{skipped}")
     by_time = all(request.timestamp is not None for request in requests)
     ordered = sorted(requests, key=_time) if by_time else list(_taking_turns(requests))
@@ -99,10 +105,14 @@ def read_trace(
         turns[request.session] += 1
         request.turn = turns[request.session]
     unknown = sum(int((request.tokens == reader.unknown_id).sum()) for request in ordered)
-    return RequestTrace(tuple(ordered), len(files), by_time, tuple(bad_lines), tuple(left_out), unknown)
+    return RequestTrace(
+        tuple(ordered), len(files), by_time, tuple(bad_lines), tuple(left_out), unknown
+    )
 
 
-def _requests(file: TraceFile, reader: TokenReader) -> Iterator[tuple[str, TracedRequest | BadLine]]:
+def _requests(
+    file: TraceFile, reader: TokenReader
+) -> Iterator[tuple[str, TracedRequest | BadLine]]:
     """The requests of a file; each answer is given to its own, which may be out by then."""
     by_id: dict[str, TracedRequest] = {}
     last: TracedRequest | None = None

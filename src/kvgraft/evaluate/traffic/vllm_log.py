@@ -7,17 +7,24 @@ from collections.abc import Iterator
 from kvgraft.evaluate.traffic.records import BadLine, LoggedAnswer, LoggedRequest
 
 _QUOTED = r"""'[^'\\]*+(?:\\.[^'\\]*+)*+'|"[^"\\]*+(?:\\.[^"\\]*+)*+\""""
-_REQUEST = re.compile(  # the first form up to vLLM 0.12 or so, the second one since then, of log level DEBUG
+# the first form up to vLLM 0.12 or so, the second one since then, of log level DEBUG
+_REQUEST = re.compile(
     r"(?:Received request (?P<old>\S+)|Request (?P<id>\S+) details): "
-    rf"prompt: (?P<prompt>None|{_QUOTED}), (?:params: .*?, )?prompt_token_ids: (?P<ids>None|\[[\d, ]*\])"
+    rf"prompt: (?P<prompt>None|{_QUOTED}), (?:params: .*?, )?prompt_token_ids: (?P<ids>None|\[[\d, "
+    r"]*\])"
 )
-_ANSWER = re.compile(rf"Generated response (?P<id>\S+)(?: \(streaming complete\))?: output: (?P<text>{_QUOTED})")
+_ANSWER = re.compile(
+    rf"Generated response (?P<id>\S+)(?: \(streaming complete\))?: output: (?P<text>{_QUOTED})"
+)
 _LINE = re.compile(  # vLLM's own, and those of the server below it
-    r"^(?:\(\w+ pid=\d+\)\s+)?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[|INFO:\s+)",
+    r"^(?:\(\w+ pid=\d+\)\s+)?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d "
+    r"\[|INFO:\s+)",
     re.MULTILINE,
 )
 _BARE = re.compile(r"Received request \S+: params: ")
-_HOW = "vLLM logs prompts with --enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG in its environment"
+_HOW = (
+    "vLLM logs prompts with --enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG in its environment"
+)
 WITHOUT_PROMPTS = f"this log says that requests came, not what they were: {_HOW}"
 WITHOUT_REQUESTS = f"this log has no request: {_HOW}"
 
@@ -28,7 +35,8 @@ def is_log(text: str) -> bool:
 
 
 def read_log(lines: list[str]) -> Iterator[tuple[int, LoggedRequest | LoggedAnswer | BadLine]]:
-    """Requests and answers with their line numbers from 1; what else is logged is passed over, unless that is all."""
+    """Requests and answers with their line numbers from 1; what else is logged is passed over,
+    unless that is all."""
     has_prompts, bare = False, 0
     for number, line in enumerate(lines, 1):
         if found := _REQUEST.search(line):
@@ -53,5 +61,6 @@ def _request(found: re.Match[str]) -> LoggedRequest | BadLine:
 
 
 def _unquoted(literal: str) -> str:
-    text: str = ast.literal_eval(literal)  # of a literal that the pattern has found to be one string
+    # of a literal that the pattern has found to be one string
+    text: str = ast.literal_eval(literal)
     return text

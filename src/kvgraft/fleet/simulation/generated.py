@@ -1,4 +1,5 @@
-"""Traffic for simulated fleets: prompts of documents in any order, and conversations, as fingerprints without text."""
+"""Traffic for simulated fleets: prompts of documents in any order, and conversations, as
+fingerprints without text."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,16 +16,19 @@ _SYSTEM_PROMPT = 1 << 31  # its number; documents come before, what nobody has r
 
 @dataclass(frozen=True)
 class TrafficShape:
-    """Prompts of a system prompt, some documents and a question; some of them go on as conversations.
+    """Prompts of a system prompt, some documents and a question; some of them go on as
+    conversations.
 
     Attributes:
         requests: how many.
         rate: of them a second, as a Poisson process.
         documents: of the corpus; the n-th is asked about 1 / n**zipf as often as the first.
         per_prompt: documents of a prompt; 0 is a conversation about none.
-        topics: into which the corpus falls; `on_topic`: share of a prompt's documents that are of one topic.
+        topics: into which the corpus falls; `on_topic`: share of a prompt's documents that are of
+            one topic.
         document_tokens, system_tokens, question_tokens, answer_tokens: their sizes.
-        turns: of a conversation, on average; each later one comes `pause_s` seconds after the one before, on average.
+        turns: of a conversation, on average; each later one comes `pause_s` seconds after the one
+            before, on average.
 
     Raises:
         ValueError: a number out of its range.
@@ -45,7 +49,15 @@ class TrafficShape:
     pause_s: float = 20.0
 
     def __post_init__(self) -> None:
-        for name in ("requests", "rate", "documents", "topics", "document_tokens", "question_tokens", "pause_s"):
+        for name in (
+            "requests",
+            "rate",
+            "documents",
+            "topics",
+            "document_tokens",
+            "question_tokens",
+            "pause_s",
+        ):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}, must be more than 0")
         if not self.turns >= 1:
@@ -53,19 +65,26 @@ class TrafficShape:
         if not 0 <= self.on_topic < 1:
             raise ValueError(f"on_topic is {self.on_topic}, must be at least 0 and less than 1")
         if not 0 <= 2 * self.per_prompt <= self.documents:
-            raise ValueError(f"per_prompt is {self.per_prompt}: must be at most half of the {self.documents} documents")
+            raise ValueError(
+                f"per_prompt is {self.per_prompt}: must be at most half of the {self.documents} "
+                "documents"
+            )
 
 
 KINDS = {
     "rag": TrafficShape(),
-    "chat": TrafficShape(per_prompt=0, turns=8, system_tokens=1024, question_tokens=256, answer_tokens=512),
+    "chat": TrafficShape(
+        per_prompt=0, turns=8, system_tokens=1024, question_tokens=256, answer_tokens=512
+    ),
     "mixed": TrafficShape(per_prompt=4, turns=3, question_tokens=64, answer_tokens=256),
 }
 
 
 def generate(shape: TrafficShape, seed: int = 0) -> list[Arrival]:
     """Requests in the order in which they come."""
-    return sorted(_Generator(shape, seed).arrivals(), key=lambda arrival: arrival.at)[: shape.requests]
+    return sorted(_Generator(shape, seed).arrivals(), key=lambda arrival: arrival.at)[
+        : shape.requests
+    ]
 
 
 class _Generator:
@@ -75,7 +94,8 @@ class _Generator:
         self._bounds = np.cumsum(weights / weights.sum())
 
     def arrivals(self) -> Iterator[Arrival]:
-        """Conversation by conversation, until as many requests as are wanted have come before the next one begins."""
+        """Conversation by conversation, until as many requests as are wanted have come before the
+        next one begins."""
         shape, begins, later, come = self._shape, 0.0, list[float](), 0
         while come < shape.requests:
             begins += self._random.exponential(shape.turns / shape.rate)
@@ -107,7 +127,9 @@ class _Generator:
         return chosen
 
     def _draw(self) -> int:
-        return min(int(np.searchsorted(self._bounds, self._random.random())), self._shape.documents - 1)
+        return min(
+            int(np.searchsorted(self._bounds, self._random.random())), self._shape.documents - 1
+        )
 
 
 @dataclass
@@ -130,7 +152,12 @@ class _Texts:
         return self._make(self._fresh, tokens)
 
     def _make(self, number: int, tokens: int) -> Fingerprints:
-        random, num_bytes = np.random.default_rng((self.seed, number)), int(tokens * BYTES_PER_TOKEN)
+        random, num_bytes = (
+            np.random.default_rng((self.seed, number)),
+            int(tokens * BYTES_PER_TOKEN),
+        )
         room = max(num_bytes - WINDOW, 0)
         places = np.unique(random.integers(0, max(room, 1), random.poisson(room / SPACING)))
-        return Fingerprints(places, random.integers(0, 2**63, len(places)).astype(np.uint64), num_bytes)
+        return Fingerprints(
+            places, random.integers(0, 2**63, len(places)).astype(np.uint64), num_bytes
+        )

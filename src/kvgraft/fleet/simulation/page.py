@@ -6,14 +6,28 @@ import jinja2
 
 from kvgraft import __version__
 from kvgraft.fleet.simulation.study import ONE_SERVER, FleetStudy
-from kvgraft.fleet.simulation.tables import BOUND, REUSE, ROUTING, headline, reuse_cells, routing_cells
+from kvgraft.fleet.simulation.tables import (
+    BOUND,
+    REUSE,
+    ROUTING,
+    headline,
+    reuse_cells,
+    routing_cells,
+)
 
 
 def render_page(study: FleetStudy) -> str:
     """The tables of a terminal, with a bar of what is reused in each row."""
-    template = files("kvgraft.fleet.simulation").joinpath("fleet.html.j2").read_text(encoding="utf-8")
+    template = (
+        files("kvgraft.fleet.simulation").joinpath("fleet.html.j2").read_text(encoding="utf-8")
+    )
     reuse = [
-        {"cells": reuse_cells(row), "prefix": row.prefix, "grafted": row.grafted, "is_bound": row.router == ONE_SERVER}
+        {
+            "cells": reuse_cells(row),
+            "prefix": row.prefix,
+            "grafted": row.grafted,
+            "is_bound": row.router == ONE_SERVER,
+        }
         for row in study.rows
     ]
     routing = [

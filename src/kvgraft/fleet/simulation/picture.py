@@ -20,8 +20,8 @@ COLOURS = {
 
 
 def draw(study: FleetStudy, path: Path) -> None:
-    """What is reused, and seconds to the first token (half of the requests, and all but five of a hundred), by number
-    of servers."""
+    """What is reused, and seconds to the first token (half of the requests, and all but five of a
+    hundred), by number of servers."""
     with mpl.rc_context(STYLE):
         figure, (shares, seconds) = plt.subplots(1, 2, figsize=(9.6, 3.9), layout="constrained")
         for router, colour in COLOURS.items():
@@ -31,7 +31,14 @@ def draw(study: FleetStudy, path: Path) -> None:
             timed = [row for row in rows if row.ttft_s is not None]
             for name, style in (("p50", "-"), ("p95", ":")):
                 values = [getattr(row.ttft_s, name) for row in timed]
-                _line(seconds, timed, values, f"{router}, {name.upper()}", color=colour, linestyle=style)
+                _line(
+                    seconds,
+                    timed,
+                    values,
+                    f"{router}, {name.upper()}",
+                    color=colour,
+                    linestyle=style,
+                )
         shares.set_ylim(0, 1)
         shares.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
         shares.set_title("prompt tokens that are reused", fontsize=10)
@@ -42,11 +49,20 @@ def draw(study: FleetStudy, path: Path) -> None:
             axes.minorticks_off()
             axes.set_xticks(study.settings.servers, list(map(str, study.settings.servers)))
             axes.set_xlabel("servers")
-        figure.legend(*shares.get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS), fontsize=9)
+        figure.legend(
+            *shares.get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=len(COLOURS),
+            fontsize=9,
+        )
         save(figure, path)
 
 
-def _line(axes: Axes, rows: list[FleetRow], values: list[float], label: str, *, color: str, linestyle: str) -> None:
+def _line(
+    axes: Axes, rows: list[FleetRow], values: list[float], label: str, *, color: str, linestyle: str
+) -> None:
     if rows:
         servers = [row.servers for row in rows]
-        axes.plot(servers, values, marker="o", markersize=4, label=label, color=color, linestyle=linestyle)
+        axes.plot(
+            servers, values, marker="o", markersize=4, label=label, color=color, linestyle=linestyle
+        )

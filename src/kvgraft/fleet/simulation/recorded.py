@@ -12,7 +12,8 @@ ANSWER_TOKENS = 128  # of a request whose answer is not recorded
 
 
 def texts_of(trace: RequestTrace, *, per_session: bool = False) -> list[Fingerprints]:
-    """Of each prompt: what a router sees of its text is taken from its tokens here, `BYTES_PER_TOKEN` bytes each.
+    """Of each prompt: what a router sees of its text is taken from its tokens here,
+    `BYTES_PER_TOKEN` bytes each.
 
     Args:
         per_session: every session has a scope of its own, so that nothing is reused from others.
@@ -20,9 +21,11 @@ def texts_of(trace: RequestTrace, *, per_session: bool = False) -> list[Fingerpr
     return [_text_of(request, request.session if per_session else "") for request in trace.requests]
 
 
-def replayed(trace: RequestTrace, texts: list[Fingerprints], rate: float | None, seed: int = 0) -> list[Arrival]:
-    """Its requests in their order. If all have a time they come at these, or, with a rate, so much faster or slower;
-    otherwise as a Poisson process.
+def replayed(
+    trace: RequestTrace, texts: list[Fingerprints], rate: float | None, seed: int = 0
+) -> list[Arrival]:
+    """Its requests in their order. If all have a time they come at these, or, with a rate, so much
+    faster or slower; otherwise as a Poisson process.
 
     Args:
         rate: requests a second.

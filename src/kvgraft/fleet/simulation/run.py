@@ -1,9 +1,9 @@
-"""A fleet in one process: its router, and servers that only take time, as long as a cost model says.
+"""A fleet in one process: its router, and servers that only take time, as long as a cost model
+says.
 
-The router is the real one (`Ranking`, `ReplicaContents`, sketches). A server reads one prompt after the other, holds the last
-that it has read, and says from time to time what that is. Decoding takes a request's place on the server, and no time
-from prompts. Answers are not held.
-"""
+The router is the real one (`Ranking`, `ReplicaContents`, sketches). A server reads one prompt after
+the other, holds the last that it has read, and says from time to time what that is. Decoding takes
+a request's place on the server, and no time from prompts. Answers are not held."""
 
 import heapq
 import random
@@ -76,8 +76,8 @@ class Simulated:
         prompt_tokens, prefix_tokens, grafted_tokens: of each prompt.
         server: which one had it.
         routing_s: that the router took, of this machine.
-        staleness_s: age of what the chosen server had said, at the time of the choice; not a number if it had not
-            spoken, or is not listened to.
+        staleness_s: age of what the chosen server had said, at the time of the choice; not a number
+            if it had not spoken, or is not listened to.
         sketch_bytes: of all sketches that differed from the one before.
         duration_s: until the last arrival.
     """
@@ -104,7 +104,9 @@ class _Server:
     def read(self, arrival: Arrival) -> tuple[float, float, float]:
         """Take a prompt: when it has its first token; prefix and grafted tokens."""
         held, begun = self._text.holds(arrival.text)
-        expected = expect(arrival.text, held[None], begun[None], self._shape.costs, work=self._shape.work)
+        expected = expect(
+            arrival.text, held[None], begun[None], self._shape.costs, work=self._shape.work
+        )
         started = max(arrival.at, self.free_at)
         self.free_at = started + float(expected.prefill_s[0])
         self._text.add(arrival.text)
@@ -113,7 +115,9 @@ class _Server:
     def report(self, now: float) -> ReplicaReport:
         """What it says of itself."""
         text, begun = self._text.sketches()
-        return ReplicaReport(text, begun, max(self.free_at - now, 0.0), self._shape.costs, self._shape.work)
+        return ReplicaReport(
+            text, begun, max(self.free_at - now, 0.0), self._shape.costs, self._shape.work
+        )
 
 
 def simulate(
@@ -180,14 +184,26 @@ class _Run:
     def result(self) -> Simulated:
         """What became of all of them."""
         ttft, tokens, prefix, grafted, server, took, stale = np.array(self._rows).reshape(-1, 7).T
-        return Simulated(ttft, tokens, prefix, grafted, server.astype(int), took, stale, self._sketch_bytes, self._now)
+        return Simulated(
+            ttft,
+            tokens,
+            prefix,
+            grafted,
+            server.astype(int),
+            took,
+            stale,
+            self._sketch_bytes,
+            self._now,
+        )
 
     def _choose(self, text: Fingerprints) -> int:
         if self._router == "random":
             return self._random.randrange(self._shape.servers)
         if self._router == "least-loaded":
             least = min(self._in_flight.values())
-            return self._random.choice([s for s, count in self._in_flight.items() if count == least])
+            return self._random.choice(
+                [s for s, count in self._in_flight.items() if count == least]
+            )
         ranked = self._ranking.rank(text, self._in_flight)
         return ranked.servers[0]
 

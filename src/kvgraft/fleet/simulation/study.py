@@ -1,6 +1,6 @@
 """Routers side by side, by number of servers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -116,7 +116,8 @@ class FleetStudy:
     Attributes:
         traffic: what it was, in words.
         how_rated: where its rate comes from, in words.
-        requests: of which the first `warm_up` are not counted, and `prompt_tokens` of each on average: of the last row.
+        requests: of which the first `warm_up` are not counted, and `prompt_tokens` of each on
+            average: of the last row.
     """
 
     traffic: str
@@ -143,8 +144,19 @@ def compare(
         steps, ahead = count(done + 1), len(settings.servers) - number
         done += (len(settings.routers) + 1) * len(arrivals)
         total = done + (ahead - 1) * (len(settings.routers) + 1) * len(arrivals)
-        rows += _compare(settings, servers, arrivals, lambda steps=steps, total=total: on_progress(next(steps), total))  # type: ignore[misc]
-    return FleetStudy(traffic.name, traffic.how_rated, len(arrivals), float(np.mean(lengths)), settings, tuple(rows))
+
+        def on_step(steps: Iterator[int] = steps, total: int = total) -> None:
+            on_progress(next(steps), total)
+
+        rows += _compare(settings, servers, arrivals, on_step)
+    return FleetStudy(
+        traffic.name,
+        traffic.how_rated,
+        len(arrivals),
+        float(np.mean(lengths)),
+        settings,
+        tuple(rows),
+    )
 
 
 def _check_pool(pool_tokens: int, longest: float) -> None:
@@ -185,7 +197,9 @@ def _compare(
 def _shares(found: Simulated, first: int) -> tuple[float, float]:
     """Prefix and grafted tokens of prompt tokens."""
     tokens = found.prompt_tokens[first:].sum()
-    return float(found.prefix_tokens[first:].sum() / tokens), float(found.grafted_tokens[first:].sum() / tokens)
+    return float(found.prefix_tokens[first:].sum() / tokens), float(
+        found.grafted_tokens[first:].sum() / tokens
+    )
 
 
 def _imbalance(found: Simulated, first: int, servers: int) -> float:

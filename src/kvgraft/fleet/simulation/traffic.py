@@ -65,8 +65,8 @@ class GeneratedTraffic:
 
 @dataclass
 class RecordedTraffic:
-    """The requests of a trace, the first `requests` of them; at their own times, if they have such and there is no
-    rate. For the rest see `GeneratedTraffic` and `texts_of`."""
+    """The requests of a trace, the first `requests` of them; at their own times, if they have such
+    and there is no rate. For the rest see `GeneratedTraffic` and `texts_of`."""
 
     trace: RequestTrace
     requests: int | None
@@ -84,16 +84,25 @@ class RecordedTraffic:
 
     def arrivals(self, servers: int) -> Sequence[Arrival]:
         """See `Traffic`."""
-        rate = self.rate if self._has_times or self.rate else servers * rate_of_load(self._texts, self.costs)
+        rate = (
+            self.rate
+            if self._has_times or self.rate
+            else servers * rate_of_load(self._texts, self.costs)
+        )
         return replayed(self.trace, self._texts, rate, self.seed)
 
 
 def rated(rate: float | None) -> str:
     """Where a rate comes from, in words."""
-    return f"a load of {LOAD} if nothing were reused" if rate is None else f"{rate:g} requests a second"
+    return (
+        f"a load of {LOAD} if nothing were reused"
+        if rate is None
+        else f"{rate:g} requests a second"
+    )
 
 
 def rate_of_load(texts: Sequence[Fingerprints], costs: Costs, load: float = LOAD) -> float:
-    """Requests a second for one server, of which it would compute all without reuse for this share of its time."""
+    """Requests a second for one server, of which it would compute all without reuse for this share
+    of its time."""
     tokens = np.array([text.num_bytes / BYTES_PER_TOKEN for text in texts])
     return load / float(np.mean(costs.computing(tokens, tokens**2 / 2)))

@@ -11,12 +11,20 @@ CHUNK_ELEMENTS = 1 << 18  # of keys: 1 MiB in float32
 
 
 def align_copy(
-    keys: Tensor, values: Tensor | None, layers: range, source: Tensor, target: Tensor, cos: Tensor, sin: Tensor
+    keys: Tensor,
+    values: Tensor | None,
+    layers: range,
+    source: Tensor,
+    target: Tensor,
+    cos: Tensor,
+    sin: Tensor,
 ) -> None:
     """See `kvgraft.kernels.dispatch.align_copy`."""
     num_heads, head_dim = keys.shape[2:]
     size = max(1, CHUNK_ELEMENTS // (num_heads * head_dim))
-    for old, new, c, s in zip(*(tensor.split(size) for tensor in (source, target, cos, sin)), strict=True):
+    for old, new, c, s in zip(
+        *(tensor.split(size) for tensor in (source, target, cos, sin)), strict=True
+    ):
         still = bool((c == 1).all()) and not bool(s.any())
         turn = by_head(c, s, num_heads)
         for layer in layers:

@@ -1,9 +1,10 @@
-"""SegPagedAttention and Sparse-Q scores from batched matmul and flash attention; also serves CUDA without Triton.
+"""SegPagedAttention and Sparse-Q scores from batched matmul and flash attention; also serves CUDA
+without Triton.
 
-Heads that see everything read the pool in place where their tokens lie in one stretch, else from a copy made once per
-layer. Their queries go in chunks of ascending position, and a chunk attends only to the keys up to its last query:
-scattered tokens cost little more than their own share of the triangle. Local heads read sinks and windows, in tiles.
-"""
+Heads that see everything read the pool in place where their tokens lie in one stretch, else from a
+copy made once per layer. Their queries go in chunks of ascending position, and a chunk attends only
+to the keys up to its last query: scattered tokens cost little more than their own share of the
+triangle. Local heads read sinks and windows, in tiles."""
 
 from collections.abc import Sequence
 
@@ -28,8 +29,11 @@ def segpaged_attention(
     output: Tensor | None = None,
 ) -> Tensor:
     """See `kvgraft.kernels.dispatch.segpaged_attention`."""
-    output = torch.empty_like(query, memory_format=torch.contiguous_format) if output is None else output
-    queries, outputs = (x.unflatten(1, (len(heads.streams), -1)) for x in (query, output))  # [n, Hkv, G, d]
+    output = (
+        torch.empty_like(query, memory_format=torch.contiguous_format) if output is None else output
+    )
+    # [n, Hkv, G, d]
+    queries, outputs = (x.unflatten(1, (len(heads.streams), -1)) for x in (query, output))
     attend = _decode if layout.decodes else _prefill
     for head_set in heads.whole:
         outputs[:, head_set.places] = attend(
@@ -41,14 +45,22 @@ def segpaged_attention(
             scale,
         )
     if heads.windowed:
-        outputs[:, heads.windowed] = _windows(queries[:, heads.windowed], keys, values, heads, layout, scale)
+        outputs[:, heads.windowed] = _windows(
+            queries[:, heads.windowed], keys, values, heads, layout, scale
+        )
     return output
 
 
 def attention_mass(
-    query: Tensor, keys: Tensor, positions: Tensor, scale: float, reduction: str, counts: Sequence[tuple[int, int]]
+    query: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    scale: float,
+    reduction: str,
+    counts: Sequence[tuple[int, int]],
 ) -> Tensor:
-    """See `kvgraft.kernels.dispatch.attention_mass`; in float32, a few queries of all heads at a time."""
+    """See `kvgraft.kernels.dispatch.attention_mass`; in float32, a few queries of all heads at a
+    time."""
     queries, tokens = map(list, zip(*counts, strict=True))
     parts = zip(query.split(queries), keys.split(tokens), positions.split(queries), strict=True)
     found = [_mass(*part, scale, reduction) for part in parts]
@@ -59,7 +71,8 @@ def _mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float, reductio
     """The same of one prompt."""
     num_kv_heads, groups = keys.shape[1], query.shape[1] // keys.shape[1]
     transposed = keys.float().permute(1, 2, 0).contiguous()  # [Hkv, d, T]
-    folded = (query.float() * scale).unflatten(1, (num_kv_heads, groups)).permute(1, 0, 2, 3)  # [Hkv, n, G, d]
+    # [Hkv, n, G, d]
+    folded = (query.float() * scale).unflatten(1, (num_kv_heads, groups)).permute(1, 0, 2, 3)
     mass = torch.zeros(keys.shape[0], dtype=torch.float32, device=keys.device)
     here = torch.arange(keys.shape[0], device=keys.device)
     for start in range(0, positions.numel(), SCORE_ROWS):
@@ -78,9 +91,15 @@ def _mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float, reductio
 
 
 def _prefill(
-    query: Tensor, keys: Tensor, values: Tensor, page_list: int, layout: AttentionLayout, scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_list: int,
+    layout: AttentionLayout,
+    scale: float,
 ) -> Tensor:
-    """query [n, h, G, d], keys and values [h, slots, d] -> [n, h, G, d]; heads that see all that their list holds."""
+    """query [n, h, G, d], keys and values [h, slots, d] -> [n, h, G, d]; heads that see all that
+    their list holds."""
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for context, rows in zip(layout.contexts, layout.rows, strict=True):
         tokens = context.kept(page_list)[0]
@@ -107,11 +126,15 @@ def _prefill(
 
 
 def _run(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """query [h, G, c, d] of the last c tokens of keys and values [h, T, d] -> [h, G, c, d]: all before them needs no
-    mask."""
+    """query [h, G, c, d] of the last c tokens of keys and values [h, T, d] -> [h, G, c, d]: all
+    before them needs no mask."""
     count = query.shape[2]
     folded = query.flatten(1, 2)[None]  # [1, h, G * c, d]
-    future = torch.full((count, count), float("-inf"), dtype=query.dtype).triu(1).repeat(query.shape[1], 1)
+    future = (
+        torch.full((count, count), float("-inf"), dtype=query.dtype)
+        .triu(1)
+        .repeat(query.shape[1], 1)
+    )
     past = _flash(folded, keys[None, :, :-count], values[None, :, :-count], scale)
     own = _flash(folded, keys[None, :, -count:], values[None, :, -count:], scale, future)
     attended, weight = (torch.stack(pair) for pair in zip(past, own, strict=True))
@@ -119,7 +142,12 @@ def _run(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
 
 
 def _decode(
-    query: Tensor, keys: Tensor, values: Tensor, page_list: int, layout: AttentionLayout, scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_list: int,
+    layout: AttentionLayout,
+    scale: float,
 ) -> Tensor:
     """As `_prefill`, with one query a prompt."""
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -131,30 +159,43 @@ def _decode(
             continue
         slots, real = layout.padded(rows, page_list)  # [b, T]
         copies = _copy(keys, values, slots.flatten(), layout)
-        own_keys, own_values = (copy.unflatten(1, slots.shape).transpose(0, 1) for copy in copies)  # [b, h, T, d]
+        # [b, h, T, d]
+        own_keys, own_values = (copy.unflatten(1, slots.shape).transpose(0, 1) for copy in copies)
         mask = None if real is None else real[:, None, None]
         part = list(rows)
-        output[part] = scaled_dot_product_attention(query[part], own_keys, own_values, attn_mask=mask, scale=scale)
+        output[part] = scaled_dot_product_attention(
+            query[part], own_keys, own_values, attn_mask=mask, scale=scale
+        )
     return output
 
 
 def _split(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """query [h, G, d], keys and values [h, T, d] -> [h, G, d]: where heads are few, the cores share each one."""
+    """query [h, G, d], keys and values [h, T, d] -> [h, G, d]: where heads are few, the cores share
+    each one."""
     parts = -(-torch.get_num_threads() // keys.shape[0])
     size = keys.shape[1] // parts
     whole = parts * size
-    by_part, their_values = (x[:, :whole].unflatten(1, (parts, size)) for x in (keys, values))  # [h, parts, t, d]
-    attended, weight = _flash(query[:, None].expand(-1, parts, -1, -1), by_part, their_values, scale)
+    # [h, parts, t, d]
+    by_part, their_values = (x[:, :whole].unflatten(1, (parts, size)) for x in (keys, values))
+    attended, weight = _flash(
+        query[:, None].expand(-1, parts, -1, -1), by_part, their_values, scale
+    )
     if whole < keys.shape[1]:
-        last, its_weight = _flash(query[:, None], keys[:, None, whole:], values[:, None, whole:], scale)
-        attended, weight = torch.cat((attended, last), dim=1), torch.cat((weight, its_weight), dim=1)
+        last, its_weight = _flash(
+            query[:, None], keys[:, None, whole:], values[:, None, whole:], scale
+        )
+        attended, weight = (
+            torch.cat((attended, last), dim=1),
+            torch.cat((weight, its_weight), dim=1),
+        )
     return _join(attended.transpose(0, 1), weight.transpose(0, 1))
 
 
 def _flash(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention [b, h, n, d], and the log of the sum of its weights before they are normed, float32 [b, h, n]."""
+    """Attention [b, h, n, d], and the log of the sum of its weights before they are normed, float32
+    [b, h, n]."""
     attended, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, attn_mask=mask, scale=scale
     )
@@ -162,14 +203,21 @@ def _flash(
 
 
 def _join(parts: Tensor, weight: Tensor) -> Tensor:
-    """Attention to parts of the keys, [parts, ..., d] and log weights [parts, ...], as attention to all: [..., d]."""
+    """Attention to parts of the keys, [parts, ..., d] and log weights [parts, ...], as attention to
+    all: [..., d]."""
     return (parts * weight.softmax(0)[..., None]).sum(0).to(parts.dtype)
 
 
 def _windows(
-    query: Tensor, keys: Tensor, values: Tensor, heads: LayerHeads, layout: AttentionLayout, scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: LayerHeads,
+    layout: AttentionLayout,
+    scale: float,
 ) -> Tensor:
-    """query [n, h, G, d], keys and values [streams, slots, d] -> [n, h, G, d]; heads that see sinks and a window."""
+    """query [n, h, G, d], keys and values [streams, slots, d] -> [n, h, G, d]; heads that see sinks
+    and a window."""
     tiles = layout.windows(tuple(heads.page_lists[head] for head in heads.windowed))
     streams = torch.tensor([heads.streams[head] for head in heads.windowed], device=keys.device)
     rows, size = tiles.rows, query.shape[2]
@@ -177,11 +225,18 @@ def _windows(
     for first in range(0, rows.shape[0], TILES):
         part = slice(first, first + TILES)
         slots = tiles.slots[:, part] + streams[:, None, None] * keys.shape[1]  # [h, w, k]
-        copies = _copy(keys.flatten(0, 1)[None], values.flatten(0, 1)[None], slots.flatten(), layout)
-        own_keys, own_values = (copy[0].unflatten(0, slots.shape).transpose(0, 1) for copy in copies)  # [w, h, k, d]
+        copies = _copy(
+            keys.flatten(0, 1)[None], values.flatten(0, 1)[None], slots.flatten(), layout
+        )
+        # [w, h, k, d]
+        own_keys, own_values = (
+            copy[0].unflatten(0, slots.shape).transpose(0, 1) for copy in copies
+        )
         folded = query[rows[part]].permute(0, 2, 3, 1, 4).flatten(2, 3)  # [w, h, G * r, d]
         mask = tiles.visible[part].repeat(1, 1, size, 1)  # [w, 1 or h, G * r, k]
-        result = scaled_dot_product_attention(folded, own_keys, own_values, attn_mask=mask, scale=scale)
+        result = scaled_dot_product_attention(
+            folded, own_keys, own_values, attn_mask=mask, scale=scale
+        )
         by_row = result.unflatten(2, (size, -1)).permute(0, 3, 1, 2, 4)  # [w, r, h, G, d]
         attended.append(by_row[tiles.real[part]])
     return torch.cat(attended)
@@ -190,15 +245,20 @@ def _windows(
 def _read(
     keys: Tensor, values: Tensor, context: Context, page_list: int, layout: AttentionLayout
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [h, T, d] that a list holds of a prompt; in place where they lie in one stretch."""
+    """Keys and values [h, T, d] that a list holds of a prompt; in place where they lie in one
+    stretch."""
     stretch = context.stretch(page_list)
     if stretch is None:
         return _copy(keys, values, context.kept(page_list)[1], layout)
     return keys[:, stretch], values[:, stretch]
 
 
-def _copy(keys: Tensor, values: Tensor, slots: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
+def _copy(
+    keys: Tensor, values: Tensor, slots: Tensor, layout: AttentionLayout
+) -> tuple[Tensor, Tensor]:
     """Keys and values [h, slots, d] at slots [t] -> [h, t, d], until the next copy of as many."""
     shape = (keys.shape[0], slots.numel(), keys.shape[2])
     keys_room, values_room = (layout.room(use, shape, keys.dtype) for use in ("keys", "values"))
-    return torch.index_select(keys, 1, slots, out=keys_room), torch.index_select(values, 1, slots, out=values_room)
+    return torch.index_select(keys, 1, slots, out=keys_room), torch.index_select(
+        values, 1, slots, out=values_room
+    )

@@ -1,4 +1,5 @@
-"""Block-sparse decode attention: the blocks of some sequences in one copy, then flash attention, and so on."""
+"""Block-sparse decode attention: the blocks of some sequences in one copy, then flash attention,
+and so on."""
 
 import torch
 from torch import Tensor
@@ -9,7 +10,13 @@ from kvgraft.kernels.workload import Lengths, parts_of
 
 
 def block_sparse_attention(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float, _: Lengths | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    scale: float,
+    _: Lengths | None,
 ) -> Tensor:
     """See `kvgraft.kernels.dispatch.block_sparse_attention`; also serves CUDA without Triton."""
     output = query.new_empty(*query.shape[:2], values.shape[-1])
@@ -35,11 +42,13 @@ def _slots(tables: Tensor, lengths: Tensor, most: int, size: int) -> tuple[Tenso
     token = torch.arange(most, device=tables.device)
     slots = tables[:, token // size] * size + token % size
     there = token < lengths[:, None]
-    return torch.where(there, slots, slots[:, :1]), there  # weights of 0 do not heal what nobody wrote
+    # weights of 0 do not heal what nobody wrote
+    return torch.where(there, slots, slots[:, :1]), there
 
 
 def _take(use: str, pool: Tensor, slots: Tensor) -> Tensor:
-    """The tokens of a pool [pages, b, d] or [blocks, H, b, d] in these slots [s, t] -> [s, t, d]."""
+    """The tokens of a pool [pages, b, d] or [blocks, H, b, d] in these slots [s, t] -> [s, t,
+    d]."""
     if pool.dim() == 3:
         return take(use, pool.flatten(0, 1), slots.flatten()).view(*slots.shape, -1)
     heads, size = pool.shape[1:3]

@@ -10,7 +10,9 @@ BINS = 256
 
 def radix_topk(scores: Tensor, lengths: Tensor, k: int, tolerance: float, remap: bool) -> Tensor:
     """See `kvgraft.kernels.dispatch.radix_topk`; in order of the columns."""
-    pool = (torch.arange(scores.shape[1], device=scores.device) < lengths[:, None]) & (scores > float("-inf"))
+    pool = (torch.arange(scores.shape[1], device=scores.device) < lengths[:, None]) & (
+        scores > float("-inf")
+    )
     chosen = torch.zeros_like(pool)
     missing = pool.sum(1, keepdim=True).clamp(max=k)
     for bins in _digits(scores, pool, remap):
@@ -25,7 +27,8 @@ def radix_topk(scores: Tensor, lengths: Tensor, k: int, tolerance: float, remap:
         if bool(((missing <= tolerance * k) | (missing == pool.sum(1, keepdim=True))).all()):
             break
     rank, size = pool.cumsum(1), pool.sum(1, keepdim=True).clamp(min=1)
-    chosen |= pool & (rank * missing // size > (rank - 1) * missing // size)  # of equals, evenly over the columns
+    # of equals, evenly over the columns
+    chosen |= pool & (rank * missing // size > (rank - 1) * missing // size)
     rows, columns = chosen.nonzero(as_tuple=True)
     found = torch.full((len(scores), k), -1, device=scores.device)
     found[rows, chosen.cumsum(1)[rows, columns] - 1] = columns
@@ -33,7 +36,8 @@ def radix_topk(scores: Tensor, lengths: Tensor, k: int, tolerance: float, remap:
 
 
 def _digits(scores: Tensor, there: Tensor, remap: bool) -> Iterator[Tensor]:
-    """int64 [S, n] from 0 to 255 again and again: what decides first, then what decides among equals."""
+    """int64 [S, n] from 0 to 255 again and again: what decides first, then what decides among
+    equals."""
     scores = scores.float()
     if remap:
         least = scores.masked_fill(~there, float("inf")).amin(1, keepdim=True)

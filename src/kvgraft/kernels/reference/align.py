@@ -1,4 +1,5 @@
-"""Copy with delta-RoPE ("align") in plain torch: the truth that other implementations are held to."""
+"""Copy with delta-RoPE ("align") in plain torch: the truth that other implementations are held
+to."""
 
 from collections.abc import Sequence
 
@@ -9,7 +10,13 @@ from kvgraft.kv.rope import rotate, rotate_part
 
 
 def align_copy(
-    keys: Tensor, values: Tensor | None, layers: range, source: Tensor, target: Tensor, cos: Tensor, sin: Tensor
+    keys: Tensor,
+    values: Tensor | None,
+    layers: range,
+    source: Tensor,
+    target: Tensor,
+    cos: Tensor,
+    sin: Tensor,
 ) -> None:
     """See `kvgraft.kernels.dispatch.align_copy`."""
     for layer in layers:

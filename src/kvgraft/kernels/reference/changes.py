@@ -17,7 +17,10 @@ def kv_changes(
     width = len(pools) * pools[0].shape[-1]
     changes = torch.empty(len(heads.streams), new[0].shape[1], width, device=pools[0].device)
     for head_set in heads.every:
-        after, before = (_still(pools, head_set.streams, slots[head_set.page_list], turn) for slots, turn in (new, old))
+        after, before = (
+            _still(pools, head_set.streams, slots[head_set.page_list], turn)
+            for slots, turn in (new, old)
+        )
         lost = old[0][head_set.page_list] < 0
         changes[head_set.places,] = (after - before).masked_fill_(lost[:, None], 0.0)
     return changes
@@ -40,23 +43,35 @@ def copy_changed(
     """See `kvgraft.kernels.changes.copy_changed`."""
     size = max(1, CHUNK_ELEMENTS // (pools[0].shape[-1] * len(heads.streams)))
     given = source[0].T, *source[1], target[0].T, *target[1], sides.T, weights
-    for old, *shift, new, cos, sin, beside, weight in zip(*(part.split(size) for part in given), strict=True):
+    for old, *shift, new, cos, sin, beside, weight in zip(
+        *(part.split(size) for part in given), strict=True
+    ):
         for head_set in heads.every:
             has = (old[:, head_set.page_list] >= 0).nonzero()[:, 0]
             from_, to = (part[has, head_set.page_list] for part in (old, new))
             before, behind = beside[has].T
             own = changes[head_set.places,]
-            added = torch.lerp(own[:, before.clamp(min=0)], own[:, behind.clamp(min=0)], weight[has][:, None])
+            added = torch.lerp(
+                own[:, before.clamp(min=0)], own[:, behind.clamp(min=0)], weight[has][:, None]
+            )
             added.masked_fill_((before < 0)[:, None], 0.0)
             turned, place = _by_row(shift[0][has], shift[1][has]), _by_row(cos[has], sin[has])
             _copy(pools, head_set.streams, from_, to, turned, place, added)
 
 
 def _copy(
-    pools: tuple[Tensor, ...], streams: slice, old: Tensor, new: Tensor, shift: Turn, place: Turn, added: Tensor
+    pools: tuple[Tensor, ...],
+    streams: slice,
+    old: Tensor,
+    new: Tensor,
+    shift: Turn,
+    place: Turn,
+    added: Tensor,
 ) -> None:
     """Copy the heads of some streams, and add `added` [h, n, W] to them."""
-    for number, (pool, change) in enumerate(zip(pools, added.split(pools[0].shape[-1], -1), strict=True)):
+    for number, (pool, change) in enumerate(
+        zip(pools, added.split(pools[0].shape[-1], -1), strict=True)
+    ):
         moved = pool[streams].index_select(1, old).float()
         if number == 0:  # keys
             moved, change = rotate(moved, *shift), rotate(change, *place)

@@ -1,4 +1,5 @@
-"""What a decoder layer does to rows beside matrices and attention, in plain torch. Also serves the CPU."""
+"""What a decoder layer does to rows beside matrices and attention, in plain torch. Also serves the
+CPU."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,14 +8,18 @@ from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kv.rope import rotate
 
 
-def norm_rotate(heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+def norm_rotate(
+    heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor
+) -> Tensor:
     """See `kvgraft.kernels.rows.norm_rotate`."""
     if weight is not None:
         heads = F.rms_norm(heads, heads.shape[-1:], None, eps).mul_(weight)
     return rotate(heads, cos, sin)
 
 
-def write_rows(pools: tuple[Tensor, ...], rows: tuple[Tensor, ...], heads: LayerHeads, slots: Tensor) -> None:
+def write_rows(
+    pools: tuple[Tensor, ...], rows: tuple[Tensor, ...], heads: LayerHeads, slots: Tensor
+) -> None:
     """See `kvgraft.kernels.rows.write_rows`."""
     for head_set in heads.every:
         for pool, new in zip(pools, rows, strict=True):
@@ -28,7 +33,9 @@ def read_rows(pools: tuple[Tensor, ...], heads: LayerHeads, slots: Tensor) -> tu
     rows = tuple(pool.new_empty(shape) for pool in pools)
     for head_set in heads.every:
         for pool, part in zip(pools, rows, strict=True):
-            part[:, head_set.places] = pool[head_set.streams, slots[head_set.page_list]].transpose(0, 1)
+            part[:, head_set.places] = pool[head_set.streams, slots[head_set.page_list]].transpose(
+                0, 1
+            )
     return rows
 
 

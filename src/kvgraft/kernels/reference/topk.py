@@ -9,11 +9,19 @@ def radix_topk(scores: Tensor, lengths: Tensor, k: int, tolerance: float, remap:
     """See `kvgraft.kernels.dispatch.radix_topk`; always exact, best first."""
     there = torch.arange(scores.shape[1], device=scores.device) < lengths[:, None]
     best, columns = scores.masked_fill(~there, float("-inf")).topk(min(k, scores.shape[1]), dim=1)
-    return F.pad(columns.masked_fill(best == float("-inf"), -1), (0, k - columns.shape[1]), value=-1)
+    return F.pad(
+        columns.masked_fill(best == float("-inf"), -1), (0, k - columns.shape[1]), value=-1
+    )
 
 
 def page_topk(
-    scores: Tensor, rows: Tensor, tokens: Tensor, size: int, always: tuple[int, int], k: int, _: float
+    scores: Tensor,
+    rows: Tensor,
+    tokens: Tensor,
+    size: int,
+    always: tuple[int, int],
+    k: int,
+    _: float,
 ) -> tuple[Tensor, Tensor]:
     """See `kvgraft.kernels.dispatch.page_topk`; always exact, one sequence at a time."""
     tables, lengths = [], []
@@ -21,7 +29,9 @@ def page_topk(
         total = -(-count // size)
         begin = min(always[0], total)
         end = max(begin, total - always[1])
-        best = own[begin : min(end, count // size)].topk(min(k, max(0, min(end, count // size) - begin)))
+        best = own[begin : min(end, count // size)].topk(
+            min(k, max(0, min(end, count // size) - begin))
+        )
         chosen = (best.indices[best.values > float("-inf")] + begin).sort().values.tolist()
         blocks = [*range(begin), *chosen, *range(end, total)]
         lengths.append(len(blocks) * size - (-count % size))

@@ -1,4 +1,5 @@
-"""Copy with delta-RoPE ("align") fused in one Triton kernel for keys and values (SparseX, sections 3.1 and 4.5)."""
+"""Copy with delta-RoPE ("align") fused in one Triton kernel for keys and values (SparseX, sections
+3.1 and 4.5)."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,9 +11,16 @@ from torch import Tensor
 
 
 def align_copy(
-    keys: Tensor, values: Tensor | None, layers: range, source: Tensor, target: Tensor, cos: Tensor, sin: Tensor
+    keys: Tensor,
+    values: Tensor | None,
+    layers: range,
+    source: Tensor,
+    target: Tensor,
+    cos: Tensor,
+    sin: Tensor,
 ) -> None:
-    """See `kvgraft.kernels.dispatch.align_copy`; the last dimension of every tensor must be contiguous."""
+    """See `kvgraft.kernels.dispatch.align_copy`; the last dimension of every tensor must be
+    contiguous."""
     num_heads, head_dim = keys.shape[2:]
     _align_copy[source.numel(), len(layers)](
         keys,
@@ -55,7 +63,8 @@ def _align_copy(  # type: ignore[no-untyped-def]
     BLOCK_HALF: tl.constexpr,
     HAS_VALUES: tl.constexpr,
 ):
-    """One program moves one token of one layer, all heads: tiles of [heads, half]. `key_*`, `value_*` are strides."""
+    """One program moves one token of one layer, all heads: tiles of [heads, half]. `key_*`,
+    `value_*` are strides."""
     token = tl.program_id(0).to(tl.int64)
     layer = first_layer + tl.program_id(1).to(tl.int64) * layer_step
     old = tl.load(source + token)
@@ -74,8 +83,14 @@ def _align_copy(  # type: ignore[no-untyped-def]
 
     if HAS_VALUES:
         value = values + layer * value_layer + head * value_head + dim
-        tl.store(value + new * value_slot, tl.load(value + old * value_slot, mask=inside), mask=inside)
-        tl.store(value + new * value_slot + half, tl.load(value + old * value_slot + half, mask=inside), mask=inside)
+        tl.store(
+            value + new * value_slot, tl.load(value + old * value_slot, mask=inside), mask=inside
+        )
+        tl.store(
+            value + new * value_slot + half,
+            tl.load(value + old * value_slot + half, mask=inside),
+            mask=inside,
+        )
 
 
 def align_paged(
@@ -115,7 +130,9 @@ def align_paged(
 @lru_cache(maxsize=64)
 def _distances(addresses: tuple[int, ...], element_size: int, device: torch.device) -> Tensor:
     """How many elements each layer lies behind the first one, int64 [L] on the device."""
-    return torch.tensor([(address - addresses[0]) // element_size for address in addresses], device=device)
+    return torch.tensor(
+        [(address - addresses[0]) // element_size for address in addresses], device=device
+    )
 
 
 @triton.jit

@@ -1,9 +1,10 @@
-"""SegPagedAttention in one Triton kernel: all heads of all prompts, each over the tokens it keeps, no mask tensor.
+"""SegPagedAttention in one Triton kernel: all heads of all prompts, each over the tokens it keeps,
+no mask tensor.
 
-Keys are split over programs (flash decoding), so that a decode step fills the device; the parts are joined by their
-log-sum-exp. Long runs of queries, for heads that see everything, go to PyTorch's flash attention, on a copy of the keys
-and values that they see, made once a layer: the copy takes little beside what it is for.
-"""
+Keys are split over programs (flash decoding), so that a decode step fills the device; the parts are
+joined by their log-sum-exp. Long runs of queries, for heads that see everything, go to PyTorch's
+flash attention, on a copy of the keys and values that they see, made once a layer: the copy takes
+little beside what it is for."""
 
 import logging
 from dataclasses import replace
@@ -25,7 +26,8 @@ from kvgraft.kernels.workload import PROGRAMS_PER_CORE, programs_of
 
 logger = logging.getLogger(__name__)
 RUN = 128  # queries of a long run, at least: a tile of flash attention; 0 turns flash attention off
-# queries at the beginning of a prompt from which PyTorch chooses how: on Hopper cuDNN, which makes a plan a length
+# queries at the beginning of a prompt from which PyTorch chooses how: on Hopper cuDNN, which makes
+# a plan a length
 TRIANGLE = 4096
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_DIM, FLASH_CAPABILITY = 256, (8, 0)  # of heads, at most, and in eights; of devices, at least
@@ -42,16 +44,23 @@ def segpaged_attention(
     scale: float,
     output: Tensor | None = None,
 ) -> Tensor:
-    """See `kvgraft.kernels.dispatch.segpaged_attention`; the last dimension of every tensor must be contiguous."""
-    is_plain = keys.stride() == values.stride() and keys.stride(1) == keys.shape[2]  # as `read_rows` needs it
+    """See `kvgraft.kernels.dispatch.segpaged_attention`; the last dimension of every tensor must be
+    contiguous."""
+    # as `read_rows` needs it
+    is_plain = keys.stride() == values.stride() and keys.stride(1) == keys.shape[2]
     runs = _long_runs(query, keys, heads, layout) if is_plain else None
     if runs is None:
         return _paged(query, keys, values, heads, layout, scale, output=output)
     if output is None and len(heads.whole) == 1 and not heads.windowed:
         output = _flash(query, keys, values, heads.whole[0], runs, scale)
     else:
-        output = torch.empty_like(query, memory_format=torch.contiguous_format) if output is None else output
-        queries, outputs = (x.unflatten(1, (len(heads.streams), -1)) for x in (query, output))  # [n, Hkv, G, d]
+        output = (
+            torch.empty_like(query, memory_format=torch.contiguous_format)
+            if output is None
+            else output
+        )
+        # [n, Hkv, G, d]
+        queries, outputs = (x.unflatten(1, (len(heads.streams), -1)) for x in (query, output))
         for head_set in heads.whole:
             asking = queries[:, head_set.places]
             attended = _flash(asking.flatten(1, 2), keys, values, head_set, runs, scale)
@@ -61,11 +70,21 @@ def segpaged_attention(
     return output
 
 
-def _long_runs(query: Tensor, keys: Tensor, heads: LayerHeads, layout: AttentionLayout) -> LongRuns | None:
-    """The runs that go to flash attention: where it takes such heads, and its tiles fill the device."""
+def _long_runs(
+    query: Tensor, keys: Tensor, heads: LayerHeads, layout: AttentionLayout
+) -> LongRuns | None:
+    """The runs that go to flash attention: where it takes such heads, and its tiles fill the
+    device."""
     dim, num_kv_heads = query.shape[-1], len(heads.streams)
-    num_heads = query.shape[1] // num_kv_heads * (num_kv_heads - len(heads.windowed))  # that see everything
-    if not RUN or query.dtype not in FLASH_DTYPES or query.dtype is not keys.dtype or dim > FLASH_DIM or dim % 8:
+    # that see everything
+    num_heads = query.shape[1] // num_kv_heads * (num_kv_heads - len(heads.windowed))
+    if (
+        not RUN
+        or query.dtype not in FLASH_DTYPES
+        or query.dtype is not keys.dtype
+        or dim > FLASH_DIM
+        or dim % 8
+    ):
         return None
     if any(head_set.page_list for head_set in heads.whole):  # only the first list holds every token
         return None
@@ -83,11 +102,17 @@ def _has_flash(device: torch.device) -> bool:
 
 def takes_runs(device: torch.device) -> bool:
     """Whether PyTorch's flash attention computes runs that share keys, which is not documented."""
-    runs = LongRuns((Run(2, 34, 0, 50), Run(36, 100, 0, 130)), 101, torch.zeros(1, 130, dtype=torch.int64))
+    runs = LongRuns(
+        (Run(2, 34, 0, 50), Run(36, 100, 0, 130)), 101, torch.zeros(1, 130, dtype=torch.int64)
+    )
     random = torch.Generator().manual_seed(0)
     shapes = ((101, 2, 128), (130, 1, 128), (130, 1, 128))  # queries, keys, values
-    query, keys, values = (torch.randn(shape, generator=random).to(torch.bfloat16) for shape in shapes)
-    here, there = (replace(runs, slots=runs.slots.to(own)).sequences(TRIANGLE) for own in ("cpu", device))
+    query, keys, values = (
+        torch.randn(shape, generator=random).to(torch.bfloat16) for shape in shapes
+    )
+    here, there = (
+        replace(runs, slots=runs.slots.to(own)).sequences(TRIANGLE) for own in ("cpu", device)
+    )
     if here is None or there is None:
         raise AssertionError("there are runs")
     expected = varlen_attention(query, keys, values, here, 0.09)
@@ -99,14 +124,21 @@ def takes_runs(device: torch.device) -> bool:
     rows = [row for run in runs.runs for row in range(run.start, run.stop)]
     agrees = torch.allclose(found[rows].float(), expected[rows].float(), atol=0.03)
     if not agrees:
-        logger.warning("flash attention is not used for long runs of queries: it computes them wrongly")
+        logger.warning(
+            "flash attention is not used for long runs of queries: it computes them wrongly"
+        )
     return agrees
 
 
-def _flash(query: Tensor, keys: Tensor, values: Tensor, head_set: HeadSet, runs: LongRuns, scale: float) -> Tensor:
-    """query [n, h * G, d] of heads that follow the first list -> the same, contiguous; only the rows of runs count."""
+def _flash(
+    query: Tensor, keys: Tensor, values: Tensor, head_set: HeadSet, runs: LongRuns, scale: float
+) -> Tensor:
+    """query [n, h * G, d] of heads that follow the first list -> the same, contiguous; only the
+    rows of runs count."""
     streams = range(head_set.streams.start, head_set.streams.stop)
-    heads = LayerHeads(tuple(streams), (head_set.page_list,) * len(streams), (False,) * len(streams))
+    heads = LayerHeads(
+        tuple(streams), (head_set.page_list,) * len(streams), (False,) * len(streams)
+    )
     own_keys, own_values = read_rows((keys, values), heads, runs.slots)  # [k, h, d]
     sequences = runs.sequences(TRIANGLE)
     if sequences is None:
@@ -116,20 +148,26 @@ def _flash(query: Tensor, keys: Tensor, values: Tensor, head_set: HeadSet, runs:
     for run in runs.runs:
         if run.opens and run.num_keys >= TRIANGLE:
             own = slice(run.first_key, run.first_key + run.num_keys)
-            output[run.start : run.stop] = _triangle(query[run.start : run.stop], own_keys[own], own_values[own], scale)
+            output[run.start : run.stop] = _triangle(
+                query[run.start : run.stop], own_keys[own], own_values[own], scale
+            )
     return output
 
 
-def _varlen(query: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float) -> Tensor:
-    """query [n, Hq, d], keys and values [k, Hkv, d] -> [n, Hq, d]: one launch, whatever the number of sequences.
+def _varlen(
+    query: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float
+) -> Tensor:
+    """query [n, Hq, d], keys and values [k, Hkv, d] -> [n, Hq, d]: one launch, whatever the number
+    of sequences.
 
-    PyTorch's own flash attention (2) takes sequences of equal keys at `key_starts`, since it is given their lengths.
-    """
+    PyTorch's own flash attention (2) takes sequences of equal keys at `key_starts`, since it is
+    given their lengths."""
     if not query.is_cuda:
         return varlen_attention(query, keys, values, sequences, scale)
     attended: Tensor = torch.ops.aten._flash_attention_forward(
         query, keys, values, sequences.query_starts, sequences.key_starts,
-        sequences.longest_query, sequences.longest_keys, 0.0, True, False,  # no dropout, causal, nothing to debug
+        # no dropout, causal, nothing to debug
+        sequences.longest_query, sequences.longest_keys, 0.0, True, False,
         scale=scale, seqused_k=sequences.num_keys,
     )[0]  # fmt: skip
     return attended.contiguous()
@@ -138,15 +176,19 @@ def _varlen(query: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, s
 def _triangle(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """query [n, h * G, d], keys and values [n, h, d] -> the shape of `query`."""
     asking, own_keys, own_values = (x.transpose(0, 1)[None] for x in (query, keys, values))
-    attended = scaled_dot_product_attention(asking, own_keys, own_values, is_causal=True, scale=scale, enable_gqa=True)
+    attended = scaled_dot_product_attention(
+        asking, own_keys, own_values, is_causal=True, scale=scale, enable_gqa=True
+    )
     return attended[0].transpose(0, 1)
 
 
 def _paged(
-    query: Tensor, keys: Tensor, values: Tensor, heads: LayerHeads, layout: AttentionLayout, scale: float,
+    query: Tensor, keys: Tensor, values: Tensor, heads: LayerHeads, layout: AttentionLayout,
+    scale: float,
     runs: LongRuns | None = None, output: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """All queries; with `runs`, those of runs for local heads only, into the `output` that has the others."""
+    """All queries; with `runs`, those of runs for local heads only, into the `output` that has the
+    others."""
     num_rows, num_heads, head_dim = query.shape
     dim = triton.next_power_of_2(head_dim)
     most_rows, tile_tokens, warps, stages = attention_tile(dim, query.dtype)
@@ -154,13 +196,18 @@ def _paged(
     if size > most_rows:
         sharing = parts_of(size, most_rows)
         every = [head for head in range(len(heads.streams)) for _ in range(sharing)]
-        streams, lists = ([given[head] for head in every] for given in (heads.streams, heads.page_lists))
+        streams, lists = (
+            [given[head] for head in every] for given in (heads.streams, heads.page_lists)
+        )
         heads = LayerHeads(tuple(streams), tuple(lists), tuple(heads.local[head] for head in every))
         size //= sharing
     most = max(rows.stop - rows.start for rows in layout.rows) * size
     tile_rows = min(most_rows, triton.next_power_of_2(max(16, most)))
     with_runs = runs is None or bool(heads.windowed)
-    tiles, slots = layout.query_tiles(max(1, tile_rows // size), runs, with_runs), layout.stacked_slots
+    tiles, slots = (
+        layout.query_tiles(max(1, tile_rows // size), runs, with_runs),
+        layout.stacked_slots,
+    )
     most_work = max(1, len(heads.streams) - len(heads.windowed))  # heads that see everything
     splits = splits_of(query.device, len(tiles) * most_work, slots.shape[2])
     if output is None:
@@ -169,15 +216,21 @@ def _paged(
     num_parts = num_rows if rows is None else len(rows)  # rows whose parts are joined
     parts, weight = output, output
     if splits > 1:
-        parts = torch.empty(splits, num_parts, num_heads, head_dim, dtype=torch.float32, device=query.device)
+        parts = torch.empty(
+            splits, num_parts, num_heads, head_dim, dtype=torch.float32, device=query.device
+        )
         weight = torch.empty(splits, num_parts, num_heads, dtype=torch.float32, device=query.device)
     _segpaged[len(tiles), len(heads.streams), splits](
-        query, keys, values, parts, weight, tiles, layout.query_positions, slots, places_of(heads, query.device),
-        scale, layout.sinks, layout.window, *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
+        query, keys, values, parts, weight, tiles, layout.query_positions, slots, places_of(heads,
+        query.device),
+        scale, layout.sinks, layout.window, *query.stride()[:2], *keys.stride()[:2],
+        *values.stride()[:2],
         num_parts, num_heads, head_dim, *slots.shape[1:], len(heads.streams),
         SPLIT=splits > 1,
-        WIDE=triton.knobs.runtime.interpret,  # where the interpreter multiplies bfloat16 as if it were integers
-        SIZE=size, TILE_ROWS=tile_rows, TILE_TOKENS=tile_tokens, DIM=dim, num_warps=warps, num_stages=stages,
+        # where the interpreter multiplies bfloat16 as if it were integers
+        WIDE=triton.knobs.runtime.interpret,
+        SIZE=size, TILE_ROWS=tile_rows, TILE_TOKENS=tile_tokens, DIM=dim, num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         most = triton.next_power_of_2(splits)
@@ -190,15 +243,23 @@ def _paged(
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    q, keys, values, slot, kept, seen, best, mass, attended, key_slot, value_slot, inner, needed, scale,
+    q, keys, values, slot, kept, seen, best, mass, attended, key_slot, value_slot, inner, needed,
+    scale,
     WIDE: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
-    """A tile of tokens more: `best`, `mass` and `attended` with those that are `seen`; values that are `needed`."""
+    """A tile of tokens more: `best`, `mass` and `attended` with those that are `seen`; values that
+    are `needed`."""
     dim = tl.arange(0, DIM)
-    k = tl.load(keys + slot[:, None] * key_slot + dim[None], mask=kept[:, None] & inner[None], other=0.0)
+    k = tl.load(
+        keys + slot[:, None] * key_slot + dim[None], mask=kept[:, None] & inner[None], other=0.0
+    )
     k = k.to(tl.float32) if WIDE else k
     logits = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
-    v = tl.load(values + slot[:, None] * value_slot + dim[None], mask=needed[:, None] & inner[None], other=0.0)
+    v = tl.load(
+        values + slot[:, None] * value_slot + dim[None],
+        mask=needed[:, None] & inner[None],
+        other=0.0,
+    )
     v = v.to(tl.float32) if WIDE else v
     greatest = tl.maximum(best, tl.max(logits, 1))
     safe = tl.where(greatest == float("-inf"), 0.0, greatest)
@@ -210,11 +271,13 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _seen(positions, first, count, is_local, sinks, window, split, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of what some queries see: the first token behind the sinks, how many sinks, how many tokens; and of this split's
-    part of them the beginning, the end of what all queries see, in whole tiles, and the end."""
+    """Of what some queries see: the first token behind the sinks, how many sinks, how many tokens;
+    and of this split's part of them the beginning, the end of what all queries see, in whole tiles,
+    and the end."""
     earliest, stop = tl.load(positions + first), tl.load(positions + first + count - 1) + 1
     begin = tl.where(is_local, tl.maximum(earliest - window + 1, sinks), 0)
-    leading = tl.where(is_local, tl.minimum(sinks, stop), 0)  # what lies between them and `begin` is not read
+    # what lies between them and `begin` is not read
+    leading = tl.where(is_local, tl.minimum(sinks, stop), 0)
     total = leading + tl.maximum(stop - begin, 0)
     share = tl.cdiv(tl.cdiv(total, tl.num_programs(2)), TILE) * TILE
     start, end = split * share, tl.minimum((split + 1) * share, total)
@@ -224,7 +287,8 @@ def _seen(positions, first, count, is_local, sinks, window, split, TILE: tl.cons
 
 @triton.jit
 def _tile(tiles, split, num_rows, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a tile: its context, first row and rows, whether flash attention has them, and where the first result goes."""
+    """Of a tile: its context, first row and rows, whether flash attention has them, and where the
+    first result goes."""
     first = tl.load(tiles + 1)
     to = split * num_rows + tl.load(tiles + 4) if SPLIT else first
     return tl.load(tiles).to(tl.int64), first, tl.load(tiles + 2), tl.load(tiles + 3) != 0, to
@@ -238,7 +302,8 @@ def _segpaged(  # type: ignore[no-untyped-def]
     SPLIT: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """One program: some queries of one prompt, the query heads of one KV head, a part of the tokens it keeps."""
+    """One program: some queries of one prompt, the query heads of one KV head, a part of the tokens
+    it keeps."""
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     is_local = tl.load(places + 2 * num_kv_heads + head) != 0
     context, first, count, is_run, to = _tile(tiles + tile * 5, split, num_rows, SPLIT)
@@ -256,7 +321,11 @@ def _segpaged(  # type: ignore[no-untyped-def]
     place, dim = first + row // SIZE, tl.arange(0, DIM)
     inner, inside = dim < head_dim, row_mask[:, None] & (dim < head_dim)[None]
     at = tl.load(positions + place, mask=row_mask, other=-1)
-    query_at = place.to(tl.int64)[:, None] * query_row + (head * SIZE + row % SIZE)[:, None] * query_head + dim[None]
+    query_at = (
+        place.to(tl.int64)[:, None] * query_row
+        + (head * SIZE + row % SIZE)[:, None] * query_head
+        + dim[None]
+    )
     q = tl.load(query + query_at, mask=inside, other=0.0)
     q = q.to(tl.float32) if WIDE else q
 
@@ -269,7 +338,8 @@ def _segpaged(  # type: ignore[no-untyped-def]
         slot = tl.load(own_slots + number + tl.arange(0, TILE_TOKENS)).to(tl.int64)
         kept = slot >= 0
         best, mass, attended = _attend(
-            q, own_keys, own_values, slot, kept, kept[None], best, mass, attended, key_slot, value_slot, inner, kept,
+            q, own_keys, own_values, slot, kept, kept[None], best, mass, attended, key_slot,
+            value_slot, inner, kept,
             scale * LOG2E, WIDE, DIM,
         )  # fmt: skip
     for number in range(common, end, TILE_TOKENS):
@@ -278,10 +348,14 @@ def _segpaged(  # type: ignore[no-untyped-def]
         slot = tl.load(own_slots + token, mask=nth < total, other=-1).to(tl.int64)
         kept = slot >= 0
         seen = kept[None] & (token[None] <= at[:, None])
-        seen = seen & ((not is_local) | (token[None] < sinks) | (token[None] > at[:, None] - window))
-        needed = kept & (tl.max(seen.to(tl.int32), 0) > 0)  # weights of 0 do not heal what nobody wrote
+        seen = seen & (
+            (not is_local) | (token[None] < sinks) | (token[None] > at[:, None] - window)
+        )
+        # weights of 0 do not heal what nobody wrote
+        needed = kept & (tl.max(seen.to(tl.int32), 0) > 0)
         best, mass, attended = _attend(
-            q, own_keys, own_values, slot, kept, seen, best, mass, attended, key_slot, value_slot, inner, needed,
+            q, own_keys, own_values, slot, kept, seen, best, mass, attended, key_slot, value_slot,
+            inner, needed,
             scale * LOG2E, WIDE, DIM,
         )  # fmt: skip
 
@@ -290,7 +364,11 @@ def _segpaged(  # type: ignore[no-untyped-def]
     if SPLIT:
         total_weight = tl.where(some, best + tl.log2(tl.where(some, mass, 1.0)), float("-inf"))
         tl.store(weight + out, total_weight, mask=row_mask)
-    tl.store(output + out[:, None] * head_dim + dim[None], attended.to(output.dtype.element_ty), mask=inside)
+    tl.store(
+        output + out[:, None] * head_dim + dim[None],
+        attended.to(output.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit(do_not_specialize=["splits", "num_rows"])
@@ -298,13 +376,16 @@ def _join(  # type: ignore[no-untyped-def]
     parts, weight, joined, rows, splits, num_rows, num_heads, head_dim,
     SPLITS: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, INTO: tl.constexpr,
 ):  # fmt: skip
-    """One program: a head of a row, from what each split has of it; weights are logarithms to base 2.
+    """One program: a head of a row, from what each split has of it; weights are logarithms to base
+    2.
 
-    It goes to the row in `rows`, if there are any; INTO what has been computed before, where no split has anything.
-    """
+    It goes to the row in `rows`, if there are any; INTO what has been computed before, where no
+    split has anything."""
     row, dim = tl.program_id(0).to(tl.int64), tl.arange(0, DIM)
     split = tl.arange(0, SPLITS)
-    every = tl.load(weight + split.to(tl.int64) * num_rows + row, mask=split < splits, other=float("-inf"))
+    every = tl.load(
+        weight + split.to(tl.int64) * num_rows + row, mask=split < splits, other=float("-inf")
+    )
     best = tl.max(every, 0)
     best = tl.where(best == float("-inf"), 0.0, best)
     mass = tl.sum(tl.exp2(every - best), 0)

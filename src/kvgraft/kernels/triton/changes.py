@@ -18,7 +18,8 @@ def kv_changes(
     num_heads, num_rows, dim = len(heads.streams), new[0].shape[1], pools[0].shape[-1]
     changes = new[1][0].new_empty(num_heads, num_rows, dim * len(pools))
     _kv_changes[num_heads, triton.cdiv(num_rows, ROWS)](
-        pools[0], pools[-1], changes, new[0], *new[1], old[0], *old[1], places_of(heads, changes.device),
+        pools[0], pools[-1], changes, new[0], *new[1], old[0], *old[1], places_of(heads,
+        changes.device),
         pools[0].stride(0), new[0].stride(0), old[0].stride(0), num_rows, num_heads, dim // 2,
         ROWS=ROWS, BLOCK_HALF=triton.next_power_of_2(dim // 2), HAS_VALUES=len(pools) > 1,
     )  # fmt: skip
@@ -49,8 +50,10 @@ def copy_changed(
     num_heads, dim, num_tokens = len(heads.streams), pools[0].shape[-1], source[0].shape[1]
     if num_tokens:
         _copy_changed[num_heads, triton.cdiv(num_tokens, ROWS)](
-            pools[0], pools[-1], changes, source[0], *source[1], target[0], *target[1], sides, weights,
-            places_of(heads, changes.device), pools[0].stride(0), source[0].stride(0), target[0].stride(0),
+            pools[0], pools[-1], changes, source[0], *source[1], target[0], *target[1], sides,
+            weights,
+            places_of(heads, changes.device), pools[0].stride(0), source[0].stride(0),
+            target[0].stride(0),
             sides.stride(0), num_tokens, changes.shape[1], num_heads, dim // 2,
             ROWS=ROWS, BLOCK_HALF=triton.next_power_of_2(dim // 2), HAS_VALUES=len(pools) > 1,
         )  # fmt: skip
@@ -115,7 +118,9 @@ def _average_changes(  # type: ignore[no-untyped-def]
     for number in range(AROUND):
         other = tl.load(around + row * AROUND + number)
         weight = tl.load(weights + row * AROUND + number)
-        total += weight * tl.load(changes + (start + other) * width + dim, mask=dim < width, other=0.0)
+        total += weight * tl.load(
+            changes + (start + other) * width + dim, mask=dim < width, other=0.0
+        )
     tl.store(averaged + (start + row) * width + dim, total, mask=dim < width)
 
 
@@ -126,10 +131,19 @@ def _between(before, behind, weight, at, inside):  # type: ignore[no-untyped-def
     return first + weight * (tl.load(behind + at, mask=inside, other=0.0) - first)
 
 
-@triton.jit(do_not_specialize=["source_stride", "target_stride", "sides_stride", "num_tokens", "num_changes"])
+@triton.jit(
+    do_not_specialize=[
+        "source_stride",
+        "target_stride",
+        "sides_stride",
+        "num_tokens",
+        "num_changes",
+    ]
+)
 def _copy_changed(  # type: ignore[no-untyped-def]
     keys, values, changes, source, shift_cos, shift_sin, target, cos, sin, sides, weights, places,
-    stream_stride, source_stride, target_stride, sides_stride, num_tokens, num_changes, num_heads, half,
+    stream_stride, source_stride, target_stride, sides_stride, num_tokens, num_changes, num_heads,
+    half,
     ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr, HAS_VALUES: tl.constexpr,
 ):  # fmt: skip
     """One program: one KV head of ROWS tokens."""
@@ -154,7 +168,10 @@ def _copy_changed(  # type: ignore[no-untyped-def]
     c = tl.load(cos + turn, mask=changed, other=1.0)
     s = tl.load(sin + turn, mask=changed, other=0.0)
     more, other = _turned(
-        _between(before, behind, weight, 0, changed), _between(before, behind, weight, half, changed), c, s
+        _between(before, behind, weight, 0, changed),
+        _between(before, behind, weight, half, changed),
+        c,
+        s,
     )
     tl.store(keys + new, first + more, mask=inside)
     tl.store(keys + new + half, second + other, mask=inside)

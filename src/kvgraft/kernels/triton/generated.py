@@ -31,7 +31,12 @@ class _Loader(ExecutionLoader):
 
 
 def generated(
-    text: str, name: str, tensors: Sequence[Tensor], blocks: tuple[Tensor, Lengths], tile: int, heads: int
+    text: str,
+    name: str,
+    tensors: Sequence[Tensor],
+    blocks: tuple[Tensor, Lengths],
+    tile: int,
+    heads: int,
 ) -> None:
     """See `kvgraft.kernels.dispatch.generated`."""
     arguments, grid = list[Any](tensors), len(tensors[0])
@@ -40,7 +45,9 @@ def generated(
         work = lengths.work(tile, 1, plan_work)
         arguments += [table, table.stride(0), lengths.counts, work.chunks, work.programs, heads]
         grid = work.num_programs
-    _kernel(text, name)[(grid,)](*arguments, *(step for tensor in tensors for step in tensor.stride()), num_warps=8)
+    _kernel(text, name)[(grid,)](
+        *arguments, *(step for tensor in tensors for step in tensor.stride()), num_warps=8
+    )
 
 
 def generated_choice(

@@ -12,19 +12,24 @@ ROWS = 8  # of a program; programs of all heads of the same rows follow each oth
 WIDTH = 1024  # numbers of a row that a program of `_silu_mul` takes
 
 
-def norm_rotate(heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+def norm_rotate(
+    heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor
+) -> Tensor:
     """See `kvgraft.kernels.rows.norm_rotate`."""
     num_rows, num_heads, head_dim = heads.shape
     turned = heads.new_empty(heads.shape)
     if num_rows:
         _norm_rotate[num_heads, triton.cdiv(num_rows, ROWS)](
-            heads, weight, turned, cos, sin, eps, *heads.stride()[:2], num_rows, num_heads, head_dim // 2,
+            heads, weight, turned, cos, sin, eps, *heads.stride()[:2], num_rows, num_heads,
+            head_dim // 2,
             ROWS=ROWS, BLOCK_HALF=triton.next_power_of_2(head_dim // 2), NORM=weight is not None,
         )  # fmt: skip
     return turned
 
 
-def write_rows(pools: tuple[Tensor, ...], rows: tuple[Tensor, ...], heads: LayerHeads, slots: Tensor) -> None:
+def write_rows(
+    pools: tuple[Tensor, ...], rows: tuple[Tensor, ...], heads: LayerHeads, slots: Tensor
+) -> None:
     """See `kvgraft.kernels.rows.write_rows`."""
     _move(pools, rows, heads, slots, reads=False)
 
@@ -38,14 +43,22 @@ def read_rows(pools: tuple[Tensor, ...], heads: LayerHeads, slots: Tensor) -> tu
 
 
 def _move(
-    pools: tuple[Tensor, ...], rows: tuple[Tensor, ...], heads: LayerHeads, slots: Tensor, *, reads: bool
+    pools: tuple[Tensor, ...],
+    rows: tuple[Tensor, ...],
+    heads: LayerHeads,
+    slots: Tensor,
+    *,
+    reads: bool,
 ) -> None:
     num_rows, num_heads, head_dim = rows[0].shape
     if num_rows:
         _move_rows[num_heads, triton.cdiv(num_rows, ROWS)](
-            pools[0], pools[-1], rows[0], rows[-1], slots, places_of(heads, slots.device), pools[0].stride(0),
-            *rows[0].stride()[:2], *rows[-1].stride()[:2], slots.stride(0), num_rows, num_heads, head_dim,
-            ROWS=ROWS, BLOCK_DIM=triton.next_power_of_2(head_dim), HAS_VALUES=len(pools) > 1, READS=reads,
+            pools[0], pools[-1], rows[0], rows[-1], slots, places_of(heads, slots.device),
+            pools[0].stride(0),
+            *rows[0].stride()[:2], *rows[-1].stride()[:2], slots.stride(0), num_rows, num_heads,
+            head_dim,
+            ROWS=ROWS, BLOCK_DIM=triton.next_power_of_2(head_dim), HAS_VALUES=len(pools) > 1,
+            READS=reads,
         )  # fmt: skip
 
 
@@ -56,7 +69,9 @@ def add_norm(rows: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
     if num_rows:
         block = triton.next_power_of_2(size)
         warps = min(16, max(4, block // 512))
-        _add_norm[(num_rows,)](rows, residual, weight, normed, eps, size, BLOCK=block, num_warps=warps)
+        _add_norm[(num_rows,)](
+            rows, residual, weight, normed, eps, size, BLOCK=block, num_warps=warps
+        )
     return rows, normed
 
 
@@ -65,7 +80,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     num_rows, size = len(gate_up), gate_up.shape[1] // 2
     inner = gate_up.new_empty(num_rows, size)
     if num_rows:
-        _silu_mul[num_rows, triton.cdiv(size, WIDTH)](gate_up, inner, gate_up.stride(0), size, WIDTH=WIDTH)
+        _silu_mul[num_rows, triton.cdiv(size, WIDTH)](
+            gate_up, inner, gate_up.stride(0), size, WIDTH=WIDTH
+        )
     return inner
 
 
@@ -96,7 +113,8 @@ def _norm_rotate(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["slots_stride", "num_rows"])
 def _move_rows(  # type: ignore[no-untyped-def]
-    keys, values, key_rows, value_rows, slots, places, stream_stride, key_row, key_head, value_row, value_head,
+    keys, values, key_rows, value_rows, slots, places, stream_stride, key_row, key_head, value_row,
+    value_head,
     slots_stride, num_rows, num_heads, head_dim,
     ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, HAS_VALUES: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip

@@ -1,8 +1,8 @@
-"""Block-sparse decode attention, flash decoding over tables of pages: programs with equal shares of all tokens.
+"""Block-sparse decode attention, flash decoding over tables of pages: programs with equal shares of
+all tokens.
 
-A program takes the tokens of one sequence after the other, and leaves what it has of each; the parts of a sequence are
-joined by their log-sum-exp.
-"""
+A program takes the tokens of one sequence after the other, and leaves what it has of each; the
+parts of a sequence are joined by their log-sum-exp."""
 
 import torch
 import triton
@@ -15,9 +15,16 @@ from kvgraft.kernels.workload import Lengths
 
 
 def block_sparse_attention(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float, bound: Lengths | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    scale: float,
+    bound: Lengths | None,
 ) -> Tensor:
-    """See `kvgraft.kernels.dispatch.block_sparse_attention`; the last dimension of every tensor must be contiguous."""
+    """See `kvgraft.kernels.dispatch.block_sparse_attention`; the last dimension of every tensor
+    must be contiguous."""
     num_rows, group, head_dim = query.shape
     keys, values = (pool if pool.dim() == 4 else pool[:, None] for pool in (keys, values))
     num_heads, size = keys.shape[1:3]
@@ -27,27 +34,35 @@ def block_sparse_attention(
     work = (bound or Lengths(lengths)).work(tile, parts, plan_work)
     left = torch.empty(len(work.chunks), group, value_dim, dtype=torch.float32, device=query.device)
     weight = torch.empty(len(work.chunks), group, dtype=torch.float32, device=query.device)
-    width = {"VALUE_DIM": triton.next_power_of_2(value_dim), "ROWS": max(16, triton.next_power_of_2(group // parts))}
+    width = {
+        "VALUE_DIM": triton.next_power_of_2(value_dim),
+        "ROWS": max(16, triton.next_power_of_2(group // parts)),
+    }
     _sparse[work.num_programs, parts](
         query, keys, values, left, weight, tables, lengths, work.chunks, work.programs, scale,
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], tables.stride(0),
         num_heads, group, group // parts, head_dim, value_dim,
-        WIDE=triton.knobs.runtime.interpret,  # where the interpreter multiplies bfloat16 as if it were integers
+        # where the interpreter multiplies bfloat16 as if it were integers
+        WIDE=triton.knobs.runtime.interpret,
         SIZE=size, TILE_TOKENS=tile, DIM=dim, **width,
         # registers of four warps hold 16 rows of at most 256 numbers of 16 bits
         num_warps=8 if query.dtype is torch.float32 or dim > 256 else 4,
     )  # fmt: skip
     output = torch.empty(num_rows, group, value_dim, dtype=query.dtype, device=query.device)
-    _join[num_rows, parts](left, weight, output, work.sequences, group, group // parts, value_dim, **width)
+    _join[num_rows, parts](
+        left, weight, output, work.sequences, group, group // parts, value_dim, **width
+    )
     return output
 
 
 @triton.jit
 def _sparse(  # type: ignore[no-untyped-def]
     query, keys, values, left, weight, tables, lengths, chunks, programs, scale,
-    query_row, query_head, key_block, key_head, key_token, value_block, value_head, value_token, table_row,
+    query_row, query_head, key_block, key_head, key_token, value_block, value_head, value_token,
+    table_row,
     num_heads, group, own, head_dim, value_dim,
-    WIDE: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr, DIM: tl.constexpr,
+    WIDE: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
     """One program: `own` of the query heads, a share of the tokens."""
@@ -70,10 +85,16 @@ def _sparse(  # type: ignore[no-untyped-def]
         for start in range(begin, tl.minimum(end, total), TILE_TOKENS):
             token = start + tl.arange(0, TILE_TOKENS)
             there = token < total
-            page = tl.load(tables + row * table_row + token // SIZE, mask=there, other=0).to(tl.int64)
+            page = tl.load(tables + row * table_row + token // SIZE, mask=there, other=0).to(
+                tl.int64
+            )
             block, kv_head, place = page // num_heads, page % num_heads, token % SIZE
             key_at = block * key_block + kv_head * key_head + place * key_token
-            k = tl.load(keys + key_at[:, None] + dim[None], mask=there[:, None] & (dim < head_dim)[None], other=0.0)
+            k = tl.load(
+                keys + key_at[:, None] + dim[None],
+                mask=there[:, None] & (dim < head_dim)[None],
+                other=0.0,
+            )
             k = k.to(tl.float32) if WIDE else k
             logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             logits = tl.where(there[None], logits, float("-inf"))
@@ -85,7 +106,9 @@ def _sparse(  # type: ignore[no-untyped-def]
             shrink = tl.exp(best - greatest)
             weights = tl.exp(logits - greatest[:, None])
             mass = mass * shrink + tl.sum(weights, 1)
-            attended = attended * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            attended = attended * shrink[:, None] + tl.dot(
+                weights.to(v.dtype), v, input_precision="ieee"
+            )
             best = greatest
 
         some = mass > 0
@@ -99,7 +122,15 @@ def _sparse(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _join(  # type: ignore[no-untyped-def]
-    left, weight, output, sequences, group, own, value_dim, ROWS: tl.constexpr, VALUE_DIM: tl.constexpr
+    left,
+    weight,
+    output,
+    sequences,
+    group,
+    own,
+    value_dim,
+    ROWS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
 ):
     """One program: `own` of the query heads of one sequence; zeros where it has no tokens."""
     row = tl.program_id(0)
@@ -122,4 +153,8 @@ def _join(  # type: ignore[no-untyped-def]
         best = greatest
     joined = joined / tl.where(mass > 0, mass, 1.0)[:, None]
     out = row.to(tl.int64) * group + head
-    tl.store(output + out[:, None] * value_dim + value[None], joined.to(output.dtype.element_ty), mask=inside)
+    tl.store(
+        output + out[:, None] * value_dim + value[None],
+        joined.to(output.dtype.element_ty),
+        mask=inside,
+    )

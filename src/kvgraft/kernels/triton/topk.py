@@ -1,4 +1,5 @@
-"""Radix top-k, one program a row: histograms narrow the threshold down, one more pass writes what lies above it."""
+"""Radix top-k, one program a row: histograms narrow the threshold down, one more pass writes what
+lies above it."""
 
 import torch
 import triton
@@ -13,13 +14,27 @@ def radix_topk(scores: Tensor, lengths: Tensor, k: int, tolerance: float, remap:
     scores = scores.float().contiguous()
     indices = torch.full((len(scores), k), -1, dtype=torch.int64, device=scores.device)
     _radix[(len(scores),)](
-        scores, lengths, indices, scores.shape[1], k, int(tolerance * k), REMAP=remap, TILE=TILE, num_warps=8
+        scores,
+        lengths,
+        indices,
+        scores.shape[1],
+        k,
+        int(tolerance * k),
+        REMAP=remap,
+        TILE=TILE,
+        num_warps=8,
     )
     return indices
 
 
 def page_topk(
-    scores: Tensor, rows: Tensor, tokens: Tensor, size: int, always: tuple[int, int], k: int, tolerance: float
+    scores: Tensor,
+    rows: Tensor,
+    tokens: Tensor,
+    size: int,
+    always: tuple[int, int],
+    k: int,
+    tolerance: float,
 ) -> tuple[Tensor, Tensor]:
     """See `kvgraft.kernels.dispatch.page_topk`."""
     (leading, trailing), count = always, len(scores)
@@ -27,7 +42,8 @@ def page_topk(
     lengths = torch.empty(count, dtype=torch.int64, device=scores.device)
     _page_topk[(count,)](
         scores, rows, tokens, tables, lengths, scores.stride(0), rows.stride(0),
-        k, int(tolerance * k), size, leading, trailing, tables.shape[1], REMAP=True, TILE=TILE, num_warps=8,
+        k, int(tolerance * k), size, leading, trailing, tables.shape[1], REMAP=True, TILE=TILE,
+        num_warps=8,
     )  # fmt: skip
     return tables, lengths
 
@@ -49,10 +65,13 @@ def _key(score):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _bin(score, least, scale, REMAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int32 from 0 to 255, a first digit that spreads the scores evenly between the least and the greatest."""
+    """int32 from 0 to 255, a first digit that spreads the scores evenly between the least and the
+    greatest."""
     if REMAP:
         spread = (score - least) * scale
-        return tl.where(spread == spread, tl.minimum(tl.maximum(spread, 0.0), 255.0), 0.0).to(tl.int32)
+        return tl.where(spread == spread, tl.minimum(tl.maximum(spread, 0.0), 255.0), 0.0).to(
+            tl.int32
+        )
     return tl.zeros_like(score).to(tl.int32)
 
 
@@ -60,8 +79,9 @@ def _bin(score, least, scale, REMAP: tl.constexpr):  # type: ignore[no-untyped-d
 def _threshold(  # type: ignore[no-untyped-def]
     scores, length, k, tolerated, REMAP: tl.constexpr, TILE: tl.constexpr
 ):
-    """Where the k-th best of the first `length` scores is: the least score and the scale of bins, the bin, the leading
-    bits of the key and how many bits follow them, and, of as many scores as are equal by these, how many are chosen."""
+    """Where the k-th best of the first `length` scores is: the least score and the scale of bins,
+    the bin, the leading bits of the key and how many bits follow them, and, of as many scores as
+    are equal by these, how many are chosen."""
     least = float("inf")
     most = float("-inf")
     size = 0
@@ -109,7 +129,8 @@ def _chosen(  # type: ignore[no-untyped-def]
     scores, start, length, least, scale, first, prefix, shift, missing, size, seen,
     REMAP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Columns of a tile, which of them are chosen, and how many that are equal by the threshold there were so far."""
+    """Columns of a tile, which of them are chosen, and how many that are equal by the threshold
+    there were so far."""
     column, score, there = _load(scores, start, length, TILE)
     spread = _bin(score, least, scale, REMAP)
     top = (_key(score).to(tl.uint64) >> shift).to(tl.uint32)
@@ -127,12 +148,26 @@ def _radix(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     scores += row * num_columns
     length = tl.minimum(tl.load(lengths + row), num_columns).to(tl.int32)
-    least, scale, first, prefix, shift, missing, size = _threshold(scores, length, k, tolerated, REMAP, TILE)
+    least, scale, first, prefix, shift, missing, size = _threshold(
+        scores, length, k, tolerated, REMAP, TILE
+    )
     written = 0
     seen = 0
     for start in range(0, length, TILE):
         column, chosen, seen = _chosen(
-            scores, start, length, least, scale, first, prefix, shift, missing, size, seen, REMAP, TILE
+            scores,
+            start,
+            length,
+            least,
+            scale,
+            first,
+            prefix,
+            shift,
+            missing,
+            size,
+            seen,
+            REMAP,
+            TILE,
         )
         place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
         tl.store(indices + row * k + place, column.to(tl.int64), mask=chosen & (place < k))
@@ -144,18 +179,33 @@ def choose_pages(  # type: ignore[no-untyped-def]
     scores, rows, tokens, table, length, k, tolerated, size, leading, trailing, width,
     REMAP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of one sequence: its first and last blocks, and the k best of those between them, as a table of pages."""
+    """Of one sequence: its first and last blocks, and the k best of those between them, as a table
+    of pages."""
     total = tl.cdiv(tokens, size).to(tl.int32)
     begin = tl.minimum(leading, total)
     end = tl.maximum(begin, total - trailing)
     between = tl.minimum(end, tokens // size).to(tl.int32) - begin
     scores += begin
-    least, scale, first, prefix, shift, missing, equals = _threshold(scores, between, k, tolerated, REMAP, TILE)
+    least, scale, first, prefix, shift, missing, equals = _threshold(
+        scores, between, k, tolerated, REMAP, TILE
+    )
     written = begin
     seen = 0
     for start in range(0, between, TILE):
         column, chosen, seen = _chosen(
-            scores, start, between, least, scale, first, prefix, shift, missing, equals, seen, REMAP, TILE
+            scores,
+            start,
+            between,
+            least,
+            scale,
+            first,
+            prefix,
+            shift,
+            missing,
+            equals,
+            seen,
+            REMAP,
+            TILE,
         )
         place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
         page = tl.load(rows + begin + column, mask=chosen, other=0)
@@ -166,7 +216,9 @@ def choose_pages(  # type: ignore[no-untyped-def]
     for start in range(0, width, TILE):
         place = start + tl.arange(0, TILE)
         always = (place < begin) | (place >= written)
-        block = tl.where(place < begin, place, tl.minimum(end + place - written, tl.maximum(total, 1) - 1))
+        block = tl.where(
+            place < begin, place, tl.minimum(end + place - written, tl.maximum(total, 1) - 1)
+        )
         page = tl.load(rows + block, mask=always & (place < width), other=0)
         tl.store(table + place, page, mask=always & (place < width))
     tl.store(length, (count * size - (total * size - tokens)).to(tl.int64))
@@ -174,11 +226,13 @@ def choose_pages(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _page_topk(  # type: ignore[no-untyped-def]
-    scores, rows, tokens, tables, lengths, score_row, row_row, k, tolerated, size, leading, trailing, width,
+    scores, rows, tokens, tables, lengths, score_row, row_row, k, tolerated, size, leading,
+    trailing, width,
     REMAP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     s = tl.program_id(0).to(tl.int64)
     choose_pages(
-        scores + s * score_row, rows + s * row_row, tl.load(tokens + s), tables + s * width, lengths + s,
+        scores + s * score_row, rows + s * row_row, tl.load(tokens + s), tables + s * width,
+        lengths + s,
         k, tolerated, size, leading, trailing, width, REMAP, TILE,
     )  # fmt: skip

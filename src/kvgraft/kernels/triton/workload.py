@@ -1,9 +1,9 @@
 """Equal shares of a step's work (`kernels/workload.py`), planned on the device in one launch.
 
-Where a sequence or a program begins, a chunk does. Sorted, these cuts are what they are for: the place of a sequence's
-is its number and how many programs begin before it, that of a program's its number and how many sequences begin
-before it or there. So each finds its place, and the next cut, by itself.
-"""
+Where a sequence or a program begins, a chunk does. Sorted, these cuts are what they are for: the
+place of a sequence's is its number and how many programs begin before it, that of a program's its
+number and how many sequences begin before it or there. So each finds its place, and the next cut,
+by itself."""
 
 import torch
 import triton
@@ -16,12 +16,25 @@ TILE = 512
 
 
 def plan_work(counts: Tensor, unit: int, programs: int) -> Workload:
-    """As `kvgraft.kernels.workload.plan_work`, of units of so many entries each; counts int64 [S] lie where they are
-    planned."""
+    """As `kvgraft.kernels.workload.plan_work`, of units of so many entries each; counts int64 [S]
+    lie where they are planned."""
     size, device = len(counts), counts.device
     chunks = torch.empty(programs + size, 3, dtype=torch.int32, device=device)
-    begins, starts, first = (torch.empty(n + 1, dtype=torch.int32, device=device) for n in (programs, size, size))
-    _plan_work[(1,)](counts, starts, chunks, begins, first, unit, size, programs, STEPS=size.bit_length(), TILE=TILE)
+    begins, starts, first = (
+        torch.empty(n + 1, dtype=torch.int32, device=device) for n in (programs, size, size)
+    )
+    _plan_work[(1,)](
+        counts,
+        starts,
+        chunks,
+        begins,
+        first,
+        unit,
+        size,
+        programs,
+        STEPS=size.bit_length(),
+        TILE=TILE,
+    )
     return Workload(chunks, begins, first)
 
 
@@ -43,16 +56,27 @@ def _store(chunks, place, starts, cut, upto, following, inside):  # type: ignore
     """The chunk from a cut to the following one, of the last sequence that begins up to there."""
     sequence = upto - 1
     tl.store(chunks + 3 * place, sequence, mask=inside)
-    tl.store(chunks + 3 * place + 1, cut - tl.load(starts + sequence, mask=inside, other=0), mask=inside)
+    tl.store(
+        chunks + 3 * place + 1, cut - tl.load(starts + sequence, mask=inside, other=0), mask=inside
+    )
     tl.store(chunks + 3 * place + 2, following - cut, mask=inside)
 
 
 @triton.jit(do_not_specialize=["unit", "size"])
 def _plan_work(  # type: ignore[no-untyped-def]
-    counts, starts, chunks, begins, first, unit, size, programs, STEPS: tl.constexpr, TILE: tl.constexpr
+    counts,
+    starts,
+    chunks,
+    begins,
+    first,
+    unit,
+    size,
+    programs,
+    STEPS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """One program: `starts`, where sequences begin among all units, then chunks, and the first of each program and of
-    each sequence."""
+    """One program: `starts`, where sequences begin among all units, then chunks, and the first of
+    each program and of each sequence."""
     total = 0
     for number in range(0, size, TILE):
         s = number + tl.arange(0, TILE)
@@ -67,7 +91,9 @@ def _plan_work(  # type: ignore[no-untyped-def]
         p = number + tl.arange(0, TILE)
         cut = tl.minimum(p * share, total)
         upto = _up_to(starts, size, cut, STEPS)
-        following = tl.minimum(tl.minimum((p + 1) * share, total), tl.load(starts + upto, mask=p < programs, other=0))
+        following = tl.minimum(
+            tl.minimum((p + 1) * share, total), tl.load(starts + upto, mask=p < programs, other=0)
+        )
         _store(chunks, p + upto, starts, cut, upto, following, p < programs)
         before = tl.minimum(p, tl.cdiv(total, share)) + _up_to(starts, size, cut - 1, STEPS)
         tl.store(begins + p, before, mask=p < programs)
@@ -75,8 +101,12 @@ def _plan_work(  # type: ignore[no-untyped-def]
         s = number + tl.arange(0, TILE)
         cut = tl.load(starts + s, mask=s < size, other=0)
         earlier = tl.minimum(tl.cdiv(cut, share), programs)
-        following = tl.minimum(tl.minimum(earlier * share, total), tl.load(starts + s + 1, mask=s < size, other=0))
-        _store(chunks, s + earlier, starts, cut, _up_to(starts, size, cut, STEPS), following, s < size)
+        following = tl.minimum(
+            tl.minimum(earlier * share, total), tl.load(starts + s + 1, mask=s < size, other=0)
+        )
+        _store(
+            chunks, s + earlier, starts, cut, _up_to(starts, size, cut, STEPS), following, s < size
+        )
         tl.store(first + s, earlier + _up_to(starts, size, cut - 1, STEPS), mask=s < size)
     every = tl.cdiv(total, share) + _up_to(starts, size, total - 1, STEPS)
     tl.store(begins + programs, every)

@@ -1,9 +1,9 @@
 """What a policy may ask of a host that keeps only a part of some documents: the protocol of SamKV.
 
-A prompt is seen as documents, which the host has read on their own, among fresh tokens. To the policy every layer has
-the aligned KV of all documents; what the host holds of it at a time is the host's affair: of a document that lies in
-host memory a layer reads what it attends to, and the pages of the prompt hold what the policy retains.
-"""
+A prompt is seen as documents, which the host has read on their own, among fresh tokens. To the
+policy every layer has the aligned KV of all documents; what the host holds of it at a time is the
+host's affair: of a document that lies in host memory a layer reads what it attends to, and the
+pages of the prompt hold what the policy retains."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -34,7 +34,8 @@ class Placed:
 
 
 class DocumentLayout:
-    """Where the documents of a prompt and their blocks lie; blocks are numbered through all documents.
+    """Where the documents of a prompt and their blocks lie; blocks are numbered through all
+    documents.
 
     Attributes:
         placed: the documents in order.
@@ -55,7 +56,9 @@ class DocumentLayout:
                 stops.append(min(at.start + (block + 1) * size, at.stop))
                 owner.append(number)
                 is_middle.append(block in middle)
-        self.starts, self.stops, self.owner = (torch.tensor(x, dtype=torch.int64) for x in (starts, stops, owner))
+        self.starts, self.stops, self.owner = (
+            torch.tensor(x, dtype=torch.int64) for x in (starts, stops, owner)
+        )
         self.is_middle = torch.tensor(is_middle, dtype=torch.bool)
         self.block_of = torch.full((num_tokens,), -1)
         for block, (start, stop) in enumerate(zip(starts, stops, strict=True)):
@@ -77,8 +80,8 @@ class DocumentLayout:
         return found
 
     def before(self, tokens: Tensor, count: int) -> Tensor:
-        """bool [T]: the tokens of at most `count` blocks before each block of the same document that has a token in
-        `tokens` bool [T]."""
+        """bool [T]: the tokens of at most `count` blocks before each block of the same document
+        that has a token in `tokens` bool [T]."""
         near = torch.zeros(self.starts.numel() + 1, dtype=torch.bool)
         near[self.block_of[tokens]] = True
         near = near[:-1]
@@ -94,8 +97,8 @@ class DocumentLayout:
         return empty.scatter_reduce(0, self.block_of[inside], scores[inside], "amax")
 
     def fill(self, ranking: Tensor, num_tokens: int) -> Tensor:
-        """bool [T]: exactly `num_tokens` tokens of the blocks int [b], best first, or all of theirs if they have fewer;
-        of the last block its first tokens."""
+        """bool [T]: exactly `num_tokens` tokens of the blocks int [b], best first, or all of theirs
+        if they have fewer; of the last block its first tokens."""
         chosen = torch.zeros_like(self.block_of, dtype=torch.bool)
         sizes = (self.stops - self.starts)[ranking]
         left = (num_tokens - (sizes.cumsum(0) - sizes)).clamp(min=0).minimum(sizes)
@@ -126,22 +129,34 @@ class DocumentContext(ABC):
 
     @abstractmethod
     def layer(
-        self, index: int, hidden: Hidden, *, sees: Tensor, writes: Tensor, outputs: Tensor, fuses: bool = False
+        self,
+        index: int,
+        hidden: Hidden,
+        *,
+        sees: Tensor,
+        writes: Tensor,
+        outputs: Tensor,
+        fuses: bool = False,
     ) -> Hidden:
         """One decoder layer for some tokens over some keys.
 
         Args:
             hidden: what enters it.
-            sees: bool [T], whose keys and values are attended to, as far as they stand before a query.
-            writes: bool [T], of these tokens, whose keys and values are computed anew; those of the others stay.
-            outputs: bool [T], of these tokens, whose output is wanted; they also see each other and what is written.
-            fuses: `blend` what is computed for tokens of documents with what was there instead of overwriting it.
+            sees: bool [T], whose keys and values are attended to, as far as they stand before a
+                query.
+            writes: bool [T], of these tokens, whose keys and values are computed anew; those of the
+                others stay.
+            outputs: bool [T], of these tokens, whose output is wanted; they also see each other and
+                what is written.
+            fuses: `blend` what is computed for tokens of documents with what was there instead of
+                overwriting it.
 
         Raises:
             ValueError: tokens to write or to output that are not in `hidden`.
 
         Returns:
-            The states of `outputs`. What is written stays if it is retained (`retain`), else it is gone afterwards.
+            The states of `outputs`. What is written stays if it is retained (`retain`), else it is
+            gone afterwards.
         """
 
     @abstractmethod
@@ -154,9 +169,10 @@ class DocumentContext(ABC):
 
     @abstractmethod
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
-        """float32 [T]: the softmax attention over all documents together that each of their tokens receives from the
-        tokens in `queries` bool [T], summed over them and over heads, or the greatest; 0 for other tokens. The tokens
-        in `queries` stand behind all documents, and the last `layer` call was of this layer and included them."""
+        """float32 [T]: the softmax attention over all documents together that each of their tokens
+        receives from the tokens in `queries` bool [T], summed over them and over heads, or the
+        greatest; 0 for other tokens. The tokens in `queries` stand behind all documents, and the
+        last `layer` call was of this layer and included them."""
 
     @abstractmethod
     def block_keys(self, index: int, number: int) -> Tensor:
@@ -168,11 +184,12 @@ class DocumentContext(ABC):
 
     @abstractmethod
     def retain(self, kept: Tensor) -> None:
-        """What stays in the cache: bool [L, T], as many tokens in each layer, among them all fresh ones. When it is
-        called again, tokens that had stayed before are as they were computed.
+        """What stays in the cache: bool [L, T], as many tokens in each layer, among them all fresh
+        ones. When it is called again, tokens that had stayed before are as they were computed.
 
         Raises:
-            ValueError: the layers differ in number, or it is more than the policy said that it keeps.
+            ValueError: the layers differ in number, or it is more than the policy said that it
+                keeps.
         """
 
 
@@ -184,8 +201,10 @@ def cosine(one: Tensor, other: Tensor, over_heads: OverHeads) -> Tensor:
 
 
 def blend(new: Sequence[Tensor], old: Sequence[Tensor], over_heads: OverHeads) -> list[Tensor]:
-    """`theta * new + (1 - theta) * old`, theta the cosine between a token's new and old KV (Eq. 4); keys and values,
-    [n, Hkv, d] each."""
-    one, other = (torch.cat([part.flatten(1) for part in pair], dim=1).float() for pair in (new, old))
+    """`theta * new + (1 - theta) * old`, theta the cosine between a token's new and old KV (Eq. 4);
+    keys and values, [n, Hkv, d] each."""
+    one, other = (
+        torch.cat([part.flatten(1) for part in pair], dim=1).float() for pair in (new, old)
+    )
     theta = cosine(one, other, over_heads)[:, None, None].to(new[0].dtype)
     return [theta * a + (1 - theta) * b for a, b in zip(new, old, strict=True)]

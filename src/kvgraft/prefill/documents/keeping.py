@@ -19,7 +19,8 @@ Update = Literal["overwrite", "fusion"]
 
 @dataclass(frozen=True)
 class KeepsDocuments(Policy):
-    """A policy for prompts of many documents, of which some blocks are kept; without documents it is full prefill.
+    """A policy for prompts of many documents, of which some blocks are kept; without documents it
+    is full prefill.
 
     Raises:
         ValueError: an option outside its range.
@@ -30,13 +31,22 @@ class KeepsDocuments(Policy):
     block_tokens: int = 64  # of a block
     initial_blocks: int = 1  # at the beginning of each document that are always kept
     local_blocks: int = 2  # at the end of each document that are always kept
-    kept_share: float = 0.15  # of the documents' tokens that are kept, at most, or what is always kept if that is more
-    recomputed: Recomputed = "anchors"  # of what is kept: initial, local and outlier tokens, or everything
-    update: Update = "overwrite"  # what is computed anew replaces what was there, or is blended with it (Eq. 4)
-    halo_blocks: int = 0  # before each kept one that recomputation sees as well; they are gone afterwards
+    # of the documents' tokens that are kept, at most, or what is always kept if that is more
+    kept_share: float = 0.15
+    # of what is kept: initial, local and outlier tokens, or everything
+    recomputed: Recomputed = "anchors"
+    # what is computed anew replaces what was there, or is blended with it (Eq. 4)
+    update: Update = "overwrite"
+    # before each kept one that recomputation sees as well; they are gone afterwards
+    halo_blocks: int = 0
 
     def __post_init__(self) -> None:
-        for option, least in (("block_tokens", 1), ("initial_blocks", 0), ("local_blocks", 0), ("halo_blocks", 0)):
+        for option, least in (
+            ("block_tokens", 1),
+            ("initial_blocks", 0),
+            ("local_blocks", 0),
+            ("halo_blocks", 0),
+        ):
             require_at_least(option, getattr(self, option), least)
         require_share("kept_share", self.kept_share)
         require_choice("recomputed", self.recomputed, get_args(Recomputed))
@@ -54,17 +64,20 @@ class KeepsDocuments(Policy):
 
     @abstractmethod
     def choose(self, ctx: DocumentContext) -> Tensor:
-        """bool [L, T]: the tokens of documents to be kept, as many in each layer, among them all anchors."""
+        """bool [L, T]: the tokens of documents to be kept, as many in each layer, among them all
+        anchors."""
 
     def recover(self, ctx: PrefillContext) -> Hidden:
         """Everything: only a host without documents calls this."""
         return self.recompute(ctx)
 
     def keep(self, ctx: DocumentContext, kept: Tensor | None = None) -> Hidden:
-        """Choose, let go of the rest, mend what is kept, and prefill the question over it (Figure 2).
+        """Choose, let go of the rest, mend what is kept, and prefill the question over it (Figure
+        2).
 
         Args:
-            kept: bool [L, T], what it chose when this prompt had fewer tokens of its answer behind it.
+            kept: bool [L, T], what it chose when this prompt had fewer tokens of its answer behind
+                it.
         """
         kept = self.choose(ctx) if kept is None else kept
         ctx.retain(kept | ctx.plan.fresh)
@@ -72,21 +85,26 @@ class KeepsDocuments(Policy):
         question = ctx.plan.question
         hidden = ctx.embed(question)
         for index in range(ctx.num_layers):
-            hidden = ctx.layer(index, hidden, sees=kept[index] | ctx.plan.fresh, writes=question, outputs=question)
+            hidden = ctx.layer(
+                index, hidden, sees=kept[index] | ctx.plan.fresh, writes=question, outputs=question
+            )
         return hidden
 
-    def ask(self, ctx: DocumentContext, sees: Tensor, asking: Tensor, entering: Tensor) -> Iterator[int]:
-        """Prefill the fresh tokens in `entering` bool [T] over these tokens of documents bool [T], to see what the
-        question looks for; yields each layer when the queries of the tokens in `asking` bool [T] are there (section
-        3.1)."""
+    def ask(
+        self, ctx: DocumentContext, sees: Tensor, asking: Tensor, entering: Tensor
+    ) -> Iterator[int]:
+        """Prefill the fresh tokens in `entering` bool [T] over these tokens of documents bool [T],
+        to see what the question looks for; yields each layer when the queries of the tokens in
+        `asking` bool [T] are there (section 3.1)."""
         hidden, seen = ctx.embed(entering | asking), sees | ctx.plan.fresh
         for index in range(ctx.num_layers):
             hidden = ctx.layer(index, hidden, sees=seen, writes=entering, outputs=entering | asking)
             yield index
 
     def _mend(self, ctx: DocumentContext, kept: Tensor) -> None:
-        """Section 3.3. Layers keep different tokens; a token that is recomputed in a layer is computed in all below it
-        (rule 1), where it uses what is cached for it unless it is recomputed there, too (rule 2)."""
+        """Section 3.3. Layers keep different tokens; a token that is recomputed in a layer is
+        computed in all below it (rule 1), where it uses what is cached for it unless it is
+        recomputed there, too (rule 2)."""
         fresh = ctx.plan.fresh & ~ctx.plan.question
         anew = self._anew(ctx, kept) | fresh  # [L, T]
         needed = anew.flip(0).cumsum(0).flip(0) > 0  # [L, T]: enters the layer
@@ -97,7 +115,12 @@ class KeepsDocuments(Policy):
             outputs = needed[index + 1] if index + 1 < ctx.num_layers else torch.zeros_like(fresh)
             sees = kept[index] | fresh | ctx.layout.before(kept[index], self.halo_blocks)
             hidden = ctx.layer(
-                index, hidden, sees=sees, writes=anew[index], outputs=outputs, fuses=self.update == "fusion"
+                index,
+                hidden,
+                sees=sees,
+                writes=anew[index],
+                outputs=outputs,
+                fuses=self.update == "fusion",
             )
 
     def _anew(self, ctx: DocumentContext, kept: Tensor) -> Tensor:

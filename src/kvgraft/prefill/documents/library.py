@@ -37,7 +37,8 @@ class Library:
         shared: Sequence[bytes] = (),
         remember: bool = True,
     ) -> tuple[Document, bool]:
-        """The document of these tokens int64 [n], and whether it had to be read; that is remembered if it may be.
+        """The document of these tokens int64 [n], and whether it had to be read; that is remembered
+        if it may be.
 
         Args:
             scope: of the prompt; what is read belongs to it.
@@ -64,10 +65,13 @@ class Library:
         shared: Sequence[bytes] = (),
         remember: bool = True,
     ) -> tuple[PartialPrefill, Hidden, int]:
-        """Prefill a prompt int64 [T] of which the policy keeps a part, `kept` bool [L, T] if it has chosen that before:
-        what was done, the question's last states, and how many documents had to be read first."""
+        """Prefill a prompt int64 [T] of which the policy keeps a part, `kept` bool [L, T] if it has
+        chosen that before: what was done, the question's last states, and how many documents had to
+        be read first."""
         started = time.perf_counter()
-        layout, num_read = self.place(host, tokens, documents, scope, policy.blocks, shared=shared, remember=remember)
+        layout, num_read = self.place(
+            host, tokens, documents, scope, policy.blocks, shared=shared, remember=remember
+        )
         room = policy.num_kept(layout.lengths) + int(plan.fresh.sum())
         ctx = PartialPrefill(host, plan, torch.from_numpy(tokens), layout, room, self.stable_layers)
         ctx.times.add("read", time.perf_counter() - started)
@@ -88,7 +92,9 @@ class Library:
         placed, num_read = [], 0
         for span in documents:
             mine = tokens[span.start : span.stop]
-            document, was_read = self.fetch(host, mine, scope, blocks, shared=shared, remember=remember)
+            document, was_read = self.fetch(
+                host, mine, scope, blocks, shared=shared, remember=remember
+            )
             placed.append(Placed(span.start, document))
             num_read += was_read
         return DocumentLayout(placed, blocks, len(tokens)), num_read

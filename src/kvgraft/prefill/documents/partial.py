@@ -1,8 +1,8 @@
-"""A prompt of documents, computed over parts of them: what all hosts share of the document protocol.
+"""A prompt of documents, computed over parts of them: what all hosts share of the document
+protocol.
 
-A layer gathers what its queries attend to, from documents in host memory and from pages of the prompt, into memory of
-its own; only what the policy retains goes to the pages.
-"""
+A layer gathers what its queries attend to, from documents in host memory and from pages of the
+prompt, into memory of its own; only what the policy retains goes to the pages."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -49,14 +49,16 @@ class LayerHost(ABC):
         """int64 [n] -> hidden states [n, ...]."""
 
     @abstractmethod
-    def run(self, index: int, states: Tensor, positions: Tensor, rows: Tensor, attend: Attend) -> Tensor:
+    def run(
+        self, index: int, states: Tensor, positions: Tensor, rows: Tensor, attend: Attend
+    ) -> Tensor:
         """One decoder layer.
 
         Args:
             states: [n, ...], of tokens at `positions` int64 [n].
             rows: bool [n], those whose output is wanted.
-            attend: is given their queries [n, Hq, d], keys and values [n, Hkv, d], rotated, and returns the attention
-                output [r, Hq, d] of `rows`, or None if there are none.
+            attend: is given their queries [n, Hq, d], keys and values [n, Hkv, d], rotated, and
+                returns the attention output [r, Hq, d] of `rows`, or None if there are none.
 
         Returns:
             [r, ...].
@@ -68,7 +70,8 @@ class LayerHost(ABC):
 
     @abstractmethod
     def read(self, index: int, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, Hkv, d] in the pages, by the place int64 [n] that a token has there."""
+        """Keys and values [n, Hkv, d] in the pages, by the place int64 [n] that a token has
+        there."""
 
     @abstractmethod
     def write(self, index: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -87,8 +90,9 @@ class PartialPrefill(DocumentContext):
         scratch_bytes: most memory that keys and values of a layer took at a time beside the pages.
         recomputed: tokens of documents whose KV is computed anew in the last layer.
         times: seconds spent in select, align and sparse work.
-        projected, attended: tokens whose queries, keys and values were computed, and (query, key) pairs, over all
-            layers. `scored`: pairs of scores. `finished`: tokens that went through the rest of each layer.
+        projected, attended: tokens whose queries, keys and values were computed, and (query, key)
+            pairs, over all layers. `scored`: pairs of scores. `finished`: tokens that went through
+            the rest of each layer.
     """
 
     def __init__(
@@ -108,15 +112,18 @@ class PartialPrefill(DocumentContext):
         self.times = StageTimes(host.device)
         self._timed = self.times.timed
         self._host, self._token_ids, self._room = host, token_ids, room
-        self._heads = StreamLayout.dense(1, host.num_kv_heads).layers[0]  # of a layer beside the pages
-        shifts = torch.zeros(plan.num_tokens, dtype=torch.int64)  # of the tokens of documents; nothing turns the others
+        # of a layer beside the pages
+        self._heads = StreamLayout.dense(1, host.num_kv_heads).layers[0]
+        # of the tokens of documents; nothing turns the others
+        shifts = torch.zeros(plan.num_tokens, dtype=torch.int64)
         for at in layout.placed:
             shifts[at.start : at.stop] = at.start
         self._turns = host.rope.table(shifts.to(host.device))
         self.kept = torch.zeros(self.num_layers, plan.num_tokens, dtype=torch.bool)
         self._stage = "select"
         self._finite = torch.tensor(True, device=host.device)
-        self._last: tuple[Tensor, Tensor, Scratch] | None = None  # tokens of the last layer, their queries, all keys
+        # tokens of the last layer, their queries, all keys
+        self._last: tuple[Tensor, Tensor, Scratch] | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -127,25 +134,47 @@ class PartialPrefill(DocumentContext):
         return Hidden(self._host.embed(self._token_ids[where].to(self._host.device)), where)
 
     def layer(
-        self, index: int, hidden: Hidden, *, sees: Tensor, writes: Tensor, outputs: Tensor, fuses: bool = False
+        self,
+        index: int,
+        hidden: Hidden,
+        *,
+        sees: Tensor,
+        writes: Tensor,
+        outputs: Tensor,
+        fuses: bool = False,
     ) -> Hidden:
         if bool(((writes | outputs) & ~hidden.where).any()):
-            raise ValueError("these tokens have no hidden state here: a layer can only drop tokens, never add them")
+            raise ValueError(
+                "these tokens have no hidden state here: a layer can only drop tokens, never add "
+                "them"
+            )
         with self._timed(self._stage):
             here = sees | writes | outputs
             scratch = Scratch(here, *self._gather(index, here))
             queries, states = [], []
 
-            def attend(tokens: Tensor, query: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
+            def attend(
+                tokens: Tensor, query: Tensor, keys: Tensor, values: Tensor
+            ) -> Tensor | None:
                 queries.append(query)
                 self._write(index, scratch, tokens, writes, (keys, values), fuses)
-                return self._attend(index, scratch, tokens[outputs[tokens]], query[outputs[tokens].to(query.device)])
+                return self._attend(
+                    index, scratch, tokens[outputs[tokens]], query[outputs[tokens].to(query.device)]
+                )
 
             tokens = hidden.where.nonzero()[:, 0]
-            pairs = zip(tokens.split(self._host.max_rows), hidden.states.split(self._host.max_rows), strict=True)
+            pairs = zip(
+                tokens.split(self._host.max_rows),
+                hidden.states.split(self._host.max_rows),
+                strict=True,
+            )
             for part, entering in pairs:
                 rows = outputs[part].to(entering.device)
-                states.append(self._host.run(index, entering, part.to(entering.device), rows, partial(attend, part)))
+                states.append(
+                    self._host.run(
+                        index, entering, part.to(entering.device), rows, partial(attend, part)
+                    )
+                )
             self._last = (hidden.where, torch.cat(queries), scratch)
             after = torch.cat(states)
             self._finite = self._finite & after.isfinite().all()
@@ -163,7 +192,10 @@ class PartialPrefill(DocumentContext):
         if bool((queries & ~where).any()):
             raise ValueError("the last layer has no queries for these tokens")
         with self._timed("select"):
-            asking, positions = query[queries[where].to(query.device)], queries.nonzero()[:, 0].to(query.device)
+            asking, positions = (
+                query[queries[where].to(query.device)],
+                queries.nonzero()[:, 0].to(query.device),
+            )
             mass = torch.zeros(int(self.plan.grafted.sum()), device=query.device)
             rows = max(MOST_WEIGHTS // (asking.shape[1] * max(mass.numel(), 1)), 1)
             for part, at in zip(asking.split(rows), positions.split(rows), strict=True):
@@ -183,13 +215,17 @@ class PartialPrefill(DocumentContext):
 
     def local_query(self, index: int, number: int) -> Tensor:
         at = self.layout.placed[number]
-        return rotate(at.document.local_query[index][None].to(self._host.device), *self._turn(at.start))[0]
+        return rotate(
+            at.document.local_query[index][None].to(self._host.device), *self._turn(at.start)
+        )[0]
 
     def retain(self, kept: Tensor) -> None:
         with self._timed("align"):
             counts = kept.sum(1)
             if bool((counts != counts[0]).any()) or int(counts[0]) > self._room:
-                raise ValueError(f"{counts.tolist()} tokens cannot be kept: each layer has room for {self._room}")
+                raise ValueError(
+                    f"{counts.tolist()} tokens cannot be kept: each layer has room for {self._room}"
+                )
             if bool((self.plan.fresh & ~kept).any()):
                 raise ValueError("fresh tokens must be kept")
             self.num_kept = int(counts[0])
@@ -212,8 +248,8 @@ class PartialPrefill(DocumentContext):
         return self._last
 
     def _gather(self, index: int, where: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [Hkv, n, d] of a layer as they stand: from the pages what is kept, else from the documents;
-        NaN where there is nothing yet."""
+        """Keys and values [Hkv, n, d] of a layer as they stand: from the pages what is kept, else
+        from the documents; NaN where there is nothing yet."""
         host, device = self._host, self._host.device
         shape = (host.num_kv_heads, int(where.sum()), host.head_dim)
         keys, values = torch.full((2, *shape), float("nan"), dtype=host.dtype, device=device)
@@ -221,8 +257,13 @@ class PartialPrefill(DocumentContext):
         rank, held = _rank(where), where & self.kept[index]
         missing = where & self.plan.grafted & ~held
         if missing.any():
-            place, turns = rank[missing].to(device), (part[missing.to(device)] for part in self._turns)
-            aligned = rotate(self._cached("keys", index, missing).transpose(0, 1), *turns).transpose(0, 1)
+            place, turns = (
+                rank[missing].to(device),
+                (part[missing.to(device)] for part in self._turns),
+            )
+            aligned = rotate(
+                self._cached("keys", index, missing).transpose(0, 1), *turns
+            ).transpose(0, 1)
             keys.index_copy_(1, place, aligned)
             values.index_copy_(1, place, self._cached("values", index, missing))
         if held.any():
@@ -241,10 +282,16 @@ class PartialPrefill(DocumentContext):
         return torch.cat(found, dim=1)
 
     def _write(
-        self, index: int, scratch: "Scratch", tokens: Tensor, writes: Tensor, new: Sequence[Tensor], fuses: bool
+        self,
+        index: int,
+        scratch: "Scratch",
+        tokens: Tensor,
+        writes: Tensor,
+        new: Sequence[Tensor],
+        fuses: bool,
     ) -> None:
-        """Put the keys and values [n, Hkv, d] of those of the tokens int64 [n] that are in `writes` into the scratch,
-        and, where they are kept, into the pages."""
+        """Put the keys and values [n, Hkv, d] of those of the tokens int64 [n] that are in `writes`
+        into the scratch, and, where they are kept, into the pages."""
         device = self._host.device
         self.projected += tokens.numel()
         new = [part[writes[tokens].to(device)] for part in new]
@@ -253,7 +300,10 @@ class PartialPrefill(DocumentContext):
         if fuses:
             known = self.plan.grafted[tokens].to(device)[:, None, None]
             old = [part[:, place].transpose(0, 1) for part in (scratch.keys, scratch.values)]
-            new = [torch.where(known, a, b) for a, b in zip(blend(new, old, self.over_heads), new, strict=True)]
+            new = [
+                torch.where(known, a, b)
+                for a, b in zip(blend(new, old, self.over_heads), new, strict=True)
+            ]
         for pool, part in zip((scratch.keys, scratch.values), new, strict=True):
             pool[:, place] = part.transpose(0, 1)
         stays = self.kept[index][tokens]
@@ -262,8 +312,11 @@ class PartialPrefill(DocumentContext):
         places = _rank(self.kept[index])[tokens[stays]].to(device)
         self._host.write(index, places, *(part[stays.to(device)] for part in new))
 
-    def _attend(self, index: int, scratch: "Scratch", tokens: Tensor, query: Tensor) -> Tensor | None:
-        """Attention [n, Hq, d] of these tokens int64 [n] to what stands before them in the scratch."""
+    def _attend(
+        self, index: int, scratch: "Scratch", tokens: Tensor, query: Tensor
+    ) -> Tensor | None:
+        """Attention [n, Hq, d] of these tokens int64 [n] to what stands before them in the
+        scratch."""
         if not tokens.numel():
             return None
         place = scratch.place(tokens).cpu()
@@ -271,17 +324,21 @@ class PartialPrefill(DocumentContext):
         self.finished[index] += tokens.numel()
         slots = torch.arange(scratch.keys.shape[1], device=query.device)
         layout = AttentionLayout.of([place], [slots[None]])
-        return segpaged_attention(query, scratch.keys, scratch.values, self._heads, layout, self._host.scale)
+        return segpaged_attention(
+            query, scratch.keys, scratch.values, self._heads, layout, self._host.scale
+        )
 
     def _weights(self, index: int, query: Tensor, positions: Tensor) -> Tensor:
-        """Softmax attention of queries [n, Hq, d] at positions int64 [n] to all documents: float32 [Hkv, G * n, t]."""
+        """Softmax attention of queries [n, Hq, d] at positions int64 [n] to all documents: float32
+        [Hkv, G * n, t]."""
         host, groups, logits = self._host, query.shape[1] // self._host.num_kv_heads, []
         first, query = int(positions[0]), query * host.scale
         for number, at in enumerate(self.layout.placed):
             cos, sin = (part[number] for part in self._turns_back)
             turned = rotate(query, cos, sin).unflatten(1, (host.num_kv_heads, groups))
             keys = at.document.keys[index].to(query.device)  # [Hkv, t, d]
-            scored = (turned.permute(1, 2, 0, 3).flatten(1, 2) @ keys.transpose(1, 2)).float()  # [Hkv, G * n, t]
+            # [Hkv, G * n, t]
+            scored = (turned.permute(1, 2, 0, 3).flatten(1, 2) @ keys.transpose(1, 2)).float()
             if first < at.stop:
                 here = torch.arange(at.start, at.stop, device=query.device)
                 scored.masked_fill_(here > positions.repeat(groups)[:, None], UNSEEN)
@@ -290,7 +347,8 @@ class PartialPrefill(DocumentContext):
 
     @cached_property
     def _turns_back(self) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [D, 1, d / 2] of the way back from each document's place to position 0."""
+        """Cosine and sine [D, 1, d / 2] of the way back from each document's place to position
+        0."""
         starts = torch.tensor([-at.start for at in self.layout.placed], device=self._host.device)
         cos, sin = self._host.rope.table(starts)
         return cos[:, None], sin[:, None]

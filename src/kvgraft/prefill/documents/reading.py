@@ -18,10 +18,15 @@ MEMORY = torch.device("cpu")  # where documents lie
 def read_document(host: LayerHost, tokens: np.ndarray, blocks: BlockCut) -> Document:
     """The KV of a text at positions 0..n-1, and what is known of its blocks."""
     count, size, middle = len(tokens), blocks.size, blocks.middle(len(tokens))
-    local = min(blocks.middle_tokens(count).stop, count - 1)  # the first; at least the last token asks
+    # the first; at least the last token asks
+    local = min(blocks.middle_tokens(count).stop, count - 1)
     everything, nothing = torch.ones(count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
     ctx = PartialPrefill(
-        host, Plan.for_prompt(count, 1), torch.from_numpy(tokens), DocumentLayout([], blocks, count), 0
+        host,
+        Plan.for_prompt(count, 1),
+        torch.from_numpy(tokens),
+        DocumentLayout([], blocks, count),
+        0,
     )
     hidden, by_name = ctx.embed(everything), defaultdict[str, list[Tensor]](list)
     for index in range(host.num_layers):
@@ -32,7 +37,8 @@ def read_document(host: LayerHost, tokens: np.ndarray, blocks: BlockCut) -> Docu
         outliers = torch.zeros(count, dtype=torch.bool, device=query.device)
         small = exceptionally_small(importance.exponent[middle.start : middle.stop])
         outliers[importance.representative[middle.start : middle.stop][small]] = True
-        block_keys = torch.stack([part.float().mean(1) for part in keys.split(size, dim=1)])  # [B, Hkv, d]
+        # [B, Hkv, d]
+        block_keys = torch.stack([part.float().mean(1) for part in keys.split(size, dim=1)])
         for name, value in (
             ("keys", keys),
             ("values", values),
@@ -43,4 +49,6 @@ def read_document(host: LayerHost, tokens: np.ndarray, blocks: BlockCut) -> Docu
             ("outliers", outliers),
         ):
             by_name[name].append(value.to(MEMORY))
-    return Document(block_size=size, **{name: torch.stack(values) for name, values in by_name.items()})
+    return Document(
+        block_size=size, **{name: torch.stack(values) for name, values in by_name.items()}
+    )

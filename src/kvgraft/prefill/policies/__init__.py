@@ -45,8 +45,8 @@ def make_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
 
 
 def with_options(policy: Policy, options: Mapping[str, Any]) -> Policy:
-    """A policy with some other options; a share of all layers takes the place of a number of them. ValueError as
-    `methods.make`."""
+    """A policy with some other options; a share of all layers takes the place of a number of them.
+    ValueError as `methods.make`."""
     check_options(f"policy {policy.name!r}", type(policy), options)
     counts = {field.name for field in fields(policy) if field.name.endswith("_layers")}
     outdated = {count: None for count in counts if layers_share(count) in options}
@@ -54,7 +54,8 @@ def with_options(policy: Policy, options: Mapping[str, Any]) -> Policy:
 
 
 def parse_policy(given: str | Policy) -> Policy:
-    """A policy from `name` or `name:option=value,option=value`; numbers as in Python (`0.15` share, `2` count)."""
+    """A policy from `name` or `name:option=value,option=value`; numbers as in Python (`0.15` share,
+    `2` count)."""
     return make_policy(*parse("policy", given)) if isinstance(given, str) else given
 
 

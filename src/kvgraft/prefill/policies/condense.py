@@ -13,11 +13,13 @@ from kvgraft.prefill.documents.keeping import KeepsDocuments, Recomputed
 
 @dataclass(frozen=True)
 class Condense(KeepsDocuments):
-    """SamKV's frame with another choice: blocks by the most attention that a token of theirs receives, in rounds.
+    """SamKV's frame with another choice: blocks by the most attention that a token of theirs
+    receives, in rounds.
 
-    Ours; docs/results/samkv.md has the study. In each round the question asks over what is kept so far, and with it the
-    tokens that were wanted most in the rounds before: so a fact is found that another one leads to. All layers keep the
-    same tokens, in whose choice the lowest layers have no say.
+    Ours; docs/results/samkv.md has the study. In each round the question asks over what is kept so
+    far, and with it the tokens that were wanted most in the rounds before: so a fact is found that
+    another one leads to. All layers keep the same tokens, in whose choice the lowest layers have no
+    say.
 
     Raises:
         ValueError: an option outside its range.
@@ -38,7 +40,9 @@ class Condense(KeepsDocuments):
         require_at_least("hop_tokens", self.hop_tokens, 0)
         require_share("skipped_share", self.skipped_share)
         if self.skipped_share == 1:
-            raise ValueError("skipped_share must be less than 1: the attention of some layer has to count")
+            raise ValueError(
+                "skipped_share must be less than 1: the attention of some layer has to count"
+            )
 
     def choose(self, ctx: DocumentContext) -> Tensor:
         """Fills the room with the blocks that hold the tokens most attended to."""
@@ -46,15 +50,21 @@ class Condense(KeepsDocuments):
         kept = layout.anchors
         room = self.num_kept(layout.lengths) - int(kept.sum())
         middle = layout.is_middle.nonzero()[:, 0]
-        ctx.retain(fresh.repeat(ctx.num_layers, 1))  # after the first round only the question is computed anew
+        # after the first round only the question is computed anew
+        ctx.retain(fresh.repeat(ctx.num_layers, 1))
         for number in range(self.rounds if room else 0):
             wanted = torch.zeros(ctx.plan.num_tokens)
             entering = ctx.plan.question if number else fresh
-            for index in self.ask(ctx, kept | layout.before(kept, self.halo_blocks), asking, entering):
+            for index in self.ask(
+                ctx, kept | layout.before(kept, self.halo_blocks), asking, entering
+            ):
                 if index >= int(self.skipped_share * ctx.num_layers):
                     wanted = wanted.maximum(ctx.scores(index, asking, "max"))
-            best = layout.by_block(wanted.masked_fill(kept, float("inf")))[middle]  # what was chosen stays
+            # what was chosen stays
+            best = layout.by_block(wanted.masked_fill(kept, float("inf")))[middle]
             ranking = middle[best.argsort(descending=True, stable=True)]
             kept = layout.anchors | layout.fill(ranking, room * (number + 1) // self.rounds)
-            asking = asking | ctx.plan.top(wanted, self.hop_tokens, among=ctx.plan.grafted & ~asking)
+            asking = asking | ctx.plan.top(
+                wanted, self.hop_tokens, among=ctx.plan.grafted & ~asking
+            )
         return kept.repeat(ctx.num_layers, 1)

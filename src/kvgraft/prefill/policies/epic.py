@@ -9,9 +9,11 @@ from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 
 @dataclass(frozen=True)
 class Epic(Policy):
-    """The first tokens of every segment, which were attention sinks where it was read (EPIC, LegoLink-16).
+    """The first tokens of every segment, which were attention sinks where it was read (EPIC,
+    LegoLink-16).
 
-    Source: Hu et al., "EPIC: Efficient Position-Independent Caching for Serving Large Language Models", 2024.
+    Source: Hu et al., "EPIC: Efficient Position-Independent Caching for Serving Large Language
+    Models", 2024.
 
     Raises:
         ValueError: an option outside its range.
@@ -29,4 +31,6 @@ class Epic(Policy):
         """Graft all layers, run the fresh tokens and the beginnings."""
         layers = range(ctx.num_layers)
         ctx.graft(layers)
-        return ctx.run(layers, ctx.embed(ctx.plan.fresh | ctx.plan.segment_starts(self.start_tokens)))
+        return ctx.run(
+            layers, ctx.embed(ctx.plan.fresh | ctx.plan.segment_starts(self.start_tokens))
+        )

@@ -12,11 +12,12 @@ from kvgraft.prefill.selection import Rows, SelectsByAttention
 
 @dataclass(frozen=True)
 class Prophet(SelectsByAttention):
-    """One pass of the fresh tokens over cached KV collects the question's attention in every layer; then the best
-    tokens are recomputed.
+    """One pass of the fresh tokens over cached KV collects the question's attention in every layer;
+    then the best tokens are recomputed.
 
-    Source: Wang et al., "ProphetKV: User-Query-Driven Selective Recomputation for Efficient KV Cache Reuse in
-    Retrieval-Augmented Generation", 2026: two stages, scores fused over layers by their mean, 20 % of the tokens.
+    Source: Wang et al., "ProphetKV: User-Query-Driven Selective Recomputation for Efficient KV
+    Cache Reuse in Retrieval-Augmented Generation", 2026: two stages, scores fused over layers by
+    their mean, 20 % of the tokens.
 
     Raises:
         ValueError: an option outside its range.
@@ -32,7 +33,8 @@ class Prophet(SelectsByAttention):
         require_share("recompute_share", self.recompute_share)
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Stage 1: attention of the question, layer by layer. Stage 2: fresh and chosen tokens from layer 0."""
+        """Stage 1: attention of the question, layer by layer. Stage 2: fresh and chosen tokens from
+        layer 0."""
         plan, layers = ctx.plan, range(ctx.num_layers)
         ctx.graft(layers)
         hidden, scores = ctx.embed(plan.fresh), torch.zeros(plan.num_tokens)

@@ -24,13 +24,15 @@ EDGE = 0.25  # of the window: its oldest part
 
 @dataclass(frozen=True)
 class RedKnot(SelectsByAttention):
-    """Elastic sparsity: all tokens go through all layers, but most heads and FFNs do little for them.
+    """Elastic sparsity: all tokens go through all layers, but most heads and FFNs do little for
+    them.
 
-    Source: Liu et al., "RedKnot: Efficient Long-Context LLM Serving with Head-Aware KV Reuse and SegPagedAttention",
-    2026, Algorithm 1. Shallow layers compute everything anew, local heads over sinks and window. Deep layers compute
-    global heads anew, over everything, and reuse the aligned KV of the others, but for the sinks and windows of the
-    tokens that ask; their FFN runs on fresh and recent tokens and on those that receive most attention. Each part can
-    be switched off: `windows`, `reuse`, `repair`, `mass_share=1.0`.
+    Source: Liu et al., "RedKnot: Efficient Long-Context LLM Serving with Head-Aware KV Reuse and
+    SegPagedAttention", 2026, Algorithm 1. Shallow layers compute everything anew, local heads over
+    sinks and window. Deep layers compute global heads anew, over everything, and reuse the aligned
+    KV of the others, but for the sinks and windows of the tokens that ask; their FFN runs on fresh
+    and recent tokens and on those that receive most attention. Each part can be switched off:
+    `windows`, `reuse`, `repair`, `mass_share=1.0`.
 
     Raises:
         ValueError: an option outside its range.
@@ -44,14 +46,18 @@ class RedKnot(SelectsByAttention):
     rows: Rows = "question"
     dense_layers: int | None = None  # shallow layers; None: `dense_share` of all
     dense_share: float = 0.3  # of all layers, rounded up
-    mass_share: float = 0.5  # of the attention that grafted tokens receive: so many get the FFN in the first deep layer
-    last_mass_share: float | None = None  # the same in the last layer, between them even steps; None: as in the first
+    # of the attention that grafted tokens receive: so many get the FFN in the first deep layer
+    mass_share: float = 0.5
+    # the same in the last layer, between them even steps; None: as in the first
+    last_mass_share: float | None = None
     recent_tokens: int = 128  # last ones of the prompt, which always get the FFN
     min_ffn_tokens: int = 64  # grafted ones that get the FFN at least
-    edge_mass_share: float = 0.2  # of local attention, on the oldest quarter of the window; above it a head sees all
+    # of local attention, on the oldest quarter of the window; above it a head sees all
+    edge_mass_share: float = 0.2
     windows: Switch = "on"  # off: local heads see everything
     reuse: Switch = "on"  # off: the KV of all heads is computed anew in deep layers, too
-    repair: Switch = "on"  # off: the KV of reused heads stays as it was grafted, also where the question sees it
+    # off: the KV of reused heads stays as it was grafted, also where the question sees it
+    repair: Switch = "on"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,9 +83,12 @@ class RedKnot(SelectsByAttention):
             hidden = ctx.feed_forward(index, hidden, self._important(ctx, index, shallow))
         return hidden
 
-    def _attend_to(self, ctx: PrefillContext, index: int, hidden: Hidden, head_map: HeadMap, reuses: bool) -> Heads:
-        """Project, and return the heads that see a window: the local ones, but for those whose attention reaches its
-        edge. These are promoted: computed anew, over everything; but not where nothing is kept for them to see."""
+    def _attend_to(
+        self, ctx: PrefillContext, index: int, hidden: Hidden, head_map: HeadMap, reuses: bool
+    ) -> Heads:
+        """Project, and return the heads that see a window: the local ones, but for those whose
+        attention reaches its edge. These are promoted: computed anew, over everything; but not
+        where nothing is kept for them to see."""
         local = head_map.heads(index, HeadClass.LOCAL)
         reused = head_map.heads(index, HeadClass.LOCAL, HeadClass.RETRIEVAL)
         if self.reuse == "off" or not reuses:
@@ -92,7 +101,10 @@ class RedKnot(SelectsByAttention):
             return (False,) * len(local)
         promotes = self.edge_mass_share < 1.0 and not ctx.head_paging
         beyond = self._edge_mass(ctx, index, head_map) if promotes else [0.0] * len(local)
-        promoted = [is_local and mass > self.edge_mass_share for is_local, mass in zip(local, beyond, strict=True)]
+        promoted = [
+            is_local and mass > self.edge_mass_share
+            for is_local, mass in zip(local, beyond, strict=True)
+        ]
         for counts in ctx.counts:  # prompts of one batch promote together
             counts["promoted_heads"] += sum(promoted)
         if any(was and now for was, now in zip(reused, promoted, strict=True)):
@@ -100,7 +112,8 @@ class RedKnot(SelectsByAttention):
         return _without(local, promoted)
 
     def _edge_mass(self, ctx: PrefillContext, index: int, head_map: HeadMap) -> list[float]:
-        """Of every KV head: the share of its local attention that the oldest quarter of the window receives."""
+        """Of every KV head: the share of its local attention that the oldest quarter of the window
+        receives."""
         plan, sinks, window = ctx.plan, head_map.sinks, head_map.window
         asking, near = self.query_tokens(plan), self._near(ctx, head_map)
         at = plan.positions[asking][:, None]  # [n, 1]
@@ -127,7 +140,9 @@ class RedKnot(SelectsByAttention):
         mass = self.mass_share + (last_mass - self.mass_share) * (index - shallow) / deep
         if index < shallow or mass >= 1.0:
             return plan.active
-        found = plan.top_mass(self.score(ctx, index, self.query_tokens(plan)), mass, plan.grafted, self.min_ffn_tokens)
+        found = plan.top_mass(
+            self.score(ctx, index, self.query_tokens(plan)), mass, plan.grafted, self.min_ffn_tokens
+        )
         recent = plan.positions >= plan.num_tokens - self.recent_tokens
         return plan.active & (plan.fresh | found | recent)
 

@@ -18,10 +18,12 @@ Switch = Literal["on", "off"]
 
 @dataclass(frozen=True)
 class SamKV(KeepsDocuments):
-    """Keeps of each document the initial and local blocks, and the middle blocks whose mean key is closest to what the
-    question and the other documents look for; recomputes initial, local and outlier tokens.
+    """Keeps of each document the initial and local blocks, and the middle blocks whose mean key is
+    closest to what the question and the other documents look for; recomputes initial, local and
+    outlier tokens.
 
-    Source: Cao et al., "Sparse Attention across Multiple-context KV Cache", 2026, sections 3.1 to 3.3 and Appendix A.
+    Source: Cao et al., "Sparse Attention across Multiple-context KV Cache", 2026, sections 3.1 to
+    3.3 and Appendix A.
 
     Raises:
         ValueError: an option outside its range.
@@ -32,7 +34,8 @@ class SamKV(KeepsDocuments):
     update: Update = "fusion"
     selection: Switch = "on"  # off: nothing but initial and local blocks
     bias: Switch = "on"  # off: the generic query asks every document (no Eq. 1)
-    top_p: Switch = "on"  # off: `kept_share` is filled, whatever Eq. 2, Eq. 3 and the filter by documents say
+    # off: `kept_share` is filled, whatever Eq. 2, Eq. 3 and the filter by documents say
+    top_p: Switch = "on"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,19 +43,25 @@ class SamKV(KeepsDocuments):
             require_choice(option, getattr(self, option), get_args(Switch))
         if self.initial_blocks == self.local_blocks == 0 and self.selection == self.top_p == "on":
             raise ValueError(
-                "initial and local must not both be 0: their blocks are the anchors of Eq. 2 (or set top_p=off)"
+                "initial and local must not both be 0: their blocks are the anchors of Eq. 2 (or "
+                "set top_p=off)"
             )
 
     def num_kept(self, lengths: Sequence[int]) -> int:
         """Without selection nothing but initial and local blocks."""
-        return super().num_kept(lengths) if self.selection == "on" else sum(map(self.blocks.num_anchors, lengths))
+        return (
+            super().num_kept(lengths)
+            if self.selection == "on"
+            else sum(map(self.blocks.num_anchors, lengths))
+        )
 
     def choose(self, ctx: DocumentContext) -> Tensor:
         """Sections 3.1 and 3.2."""
         layout, lengths = ctx.layout, ctx.layout.lengths
         fresh, question = ctx.plan.fresh, ctx.plan.question
         asked = self.ask(ctx, layout.anchors, question, fresh)
-        generic = torch.stack([ctx.query()[question[fresh]].float().mean(0) for _ in asked])  # [L, Hq, d]
+        # [L, Hq, d]
+        generic = torch.stack([ctx.query()[question[fresh]].float().mean(0) for _ in asked])
         kept = layout.anchors.repeat(ctx.num_layers, 1)
         if self.selection == "off" or not layout.is_middle.any():
             return kept
@@ -75,16 +84,22 @@ class SamKV(KeepsDocuments):
         layers, numbers = range(ctx.num_layers), range(len(ctx.layout.placed))
         queries = generic[:, None].expand(-1, len(numbers), -1, -1)  # [L, D, Hq, d]
         if self.bias == "on":
-            local = [torch.stack([ctx.local_query(index, number) for number in numbers]) for index in layers]
+            local = [
+                torch.stack([ctx.local_query(index, number) for number in numbers])
+                for index in layers
+            ]
             queries = personalise(generic, torch.stack(local).float(), ctx.over_heads)
         matched = [
-            torch.cat([match(queries[index, number], ctx.block_keys(index, number)) for number in numbers])
+            torch.cat(
+                [match(queries[index, number], ctx.block_keys(index, number)) for number in numbers]
+            )
             for index in layers
         ]
         return ctx.over_heads(torch.stack(matched)).cpu()
 
     def _retrieve(self, ctx: DocumentContext, scores: Tensor) -> Tensor:
-        """bool [L, B]: of each document and layer the best share P of the middle blocks (Eq. 2 and 3)."""
+        """bool [L, B]: of each document and layer the best share P of the middle blocks (Eq. 2 and
+        3)."""
         layout, stable = ctx.layout, list(ctx.stable_layers)
         retrieved = torch.zeros_like(scores, dtype=torch.bool)
         for number, at in enumerate(ctx.layout.placed):
@@ -99,7 +114,8 @@ class SamKV(KeepsDocuments):
         return retrieved
 
     def shares(self, document: Document, scores: Tensor, middle: Tensor) -> Tensor:
-        """P of each layer [L] from the scores [L, b] of a document's blocks; bool [b]: the middle ones (Eq. 2)."""
+        """P of each layer [L] from the scores [L, b] of a document's blocks; bool [b]: the middle
+        ones (Eq. 2)."""
         of_middle = scores[:, middle]
         best = of_middle.gather(1, document.exponents[:, middle].argmin(1, keepdim=True))[:, 0]
         worst = of_middle.gather(1, document.attention[:, middle].argmin(1, keepdim=True))[:, 0]
@@ -107,10 +123,12 @@ class SamKV(KeepsDocuments):
 
 
 def personalise(generic: Tensor, local: Tensor, over_heads: OverHeads) -> Tensor:
-    """For each document the query that looks for what the others have, too (Eq. 1): [..., Hq, d] and
-    [..., D, Hq, d] -> [..., D, Hq, d]."""
+    """For each document the query that looks for what the others have, too (Eq. 1): [..., Hq, d]
+    and [..., D, Hq, d] -> [..., D, Hq, d]."""
     generic = generic.unsqueeze(-3).expand_as(local)
-    weighted = cosine(generic.flatten(-2), local.flatten(-2), over_heads).abs()[..., None, None] * local
+    weighted = (
+        cosine(generic.flatten(-2), local.flatten(-2), over_heads).abs()[..., None, None] * local
+    )
     others = max(local.shape[-3] - 1, 1)
     return generic + (weighted.sum(-3, keepdim=True) - weighted) / others
 
@@ -122,18 +140,21 @@ def match(query: Tensor, keys: Tensor) -> Tensor:
 
 
 def retrieved_share(best: Tensor, anchor: Tensor, worst: Tensor) -> Tensor:
-    """P of each layer from the scores of the most important block, the anchors, and the most unimportant block: [L]
-    each (Eq. 2)."""
+    """P of each layer from the scores of the most important block, the anchors, and the most
+    unimportant block: [L] each (Eq. 2)."""
     inside = (worst < anchor) & (anchor <= best)
     return torch.where(inside, (best - anchor) / (best - worst), torch.zeros_like(best))
 
 
 def _normed(ctx: DocumentContext, scores: Tensor) -> Tensor:
-    """Scores [L, B] that can be compared between documents: in each, of mean 0 and deviation 1 in its middle."""
+    """Scores [L, B] that can be compared between documents: in each, of mean 0 and deviation 1 in
+    its middle."""
     normed = torch.full_like(scores, float("-inf"))
     for number in range(len(ctx.layout.placed)):
         mine = (ctx.layout.owner == number) & ctx.layout.is_middle
         if mine.any():
             own = scores[:, mine]
-            normed[:, mine] = (own - own.mean(1, keepdim=True)) / own.std(1, unbiased=False, keepdim=True).clamp(1e-9)
+            normed[:, mine] = (own - own.mean(1, keepdim=True)) / own.std(
+                1, unbiased=False, keepdim=True
+            ).clamp(1e-9)
     return normed

@@ -1,4 +1,5 @@
-"""Cross-query segment reuse: the lower layers of near-duplicates are reused, the upper ones computed."""
+"""Cross-query segment reuse: the lower layers of near-duplicates are reused, the upper ones
+computed."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -7,7 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvgraft.methods import count_layers, require_amount, require_at_least, require_choice, require_layers
+from kvgraft.methods import (
+    count_layers,
+    require_amount,
+    require_at_least,
+    require_choice,
+    require_layers,
+)
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 
 ProbeAt = Literal["output", "reused"]
@@ -15,11 +22,13 @@ ProbeAt = Literal["output", "reused"]
 
 @dataclass(frozen=True)
 class Similar(Policy):
-    """Partial-layer reuse with halos and an acceptance probe (cross-query segment reuse, splicing steps 2 to 4).
+    """Partial-layer reuse with halos and an acceptance probe (cross-query segment reuse, splicing
+    steps 2 to 4).
 
-    Inside a segment the first layers are not computed: their KV is grafted, and the tokens enter the layer above them
-    with the residual stream that their source had there. Halos and everything else are computed from the embedding. A
-    segment is rejected, and computed, if the logits of its boundary tokens depend too much on where they were read.
+    Inside a segment the first layers are not computed: their KV is grafted, and the tokens enter
+    the layer above them with the residual stream that their source had there. Halos and everything
+    else are computed from the embedding. A segment is rejected, and computed, if the logits of its
+    boundary tokens depend too much on where they were read.
 
     Raises:
         ValueError: an option outside its range.
@@ -34,7 +43,8 @@ class Similar(Policy):
     halo_tokens: int = 8  # computed at each edge of a segment (h)
     probe_tokens: int = 1  # at each edge of a segment, whose logits are compared; 0: no probe
     max_kl: float = 0.1  # nats, on average over these tokens; a segment with more is rejected
-    probe_at: ProbeAt = "output"  # logits after all layers, or those that what leaves the reused layers would give
+    # logits after all layers, or those that what leaves the reused layers would give
+    probe_at: ProbeAt = "output"
 
     def __post_init__(self) -> None:
         require_layers(self, "reused_layers")
@@ -45,14 +55,18 @@ class Similar(Policy):
 
     def residual_layers(self, num_layers: int) -> tuple[int, ...]:
         """The layer above those that are reused."""
-        return (min(count_layers(self.reused_layers, self.reused_share, num_layers), num_layers - 1),)
+        return (
+            min(count_layers(self.reused_layers, self.reused_share, num_layers), num_layers - 1),
+        )
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Compute with all segments inside their halos reused; if the probe rejects some, again without these."""
+        """Compute with all segments inside their halos reused; if the probe rejects some, again
+        without these."""
         [first_computed] = self.residual_layers(ctx.num_layers)
         bottom, top = range(first_computed), range(first_computed, ctx.num_layers)
         ctx.graft(range(ctx.num_layers))
-        stored = ctx.residual(first_computed, ctx.plan.grafted)  # computing a token overwrites what is kept of it
+        # computing a token overwrites what is kept of it
+        stored = ctx.residual(first_computed, ctx.plan.grafted)
 
         def enter(reused: Tensor) -> Hidden:
             computed = ctx.run(bottom, ctx.embed(ctx.plan.active & ~reused))
@@ -76,17 +90,25 @@ class Similar(Policy):
     def _probed(self, ctx: PrefillContext, reused: Tensor) -> Tensor:
         """bool [T]: the outermost tokens of the segments of which something is reused."""
         segments = ctx.plan.segments
-        return ctx.plan.edges(min(self.probe_tokens, self.halo_tokens)) & torch.isin(segments, segments[reused])
+        return ctx.plan.edges(min(self.probe_tokens, self.halo_tokens)) & torch.isin(
+            segments, segments[reused]
+        )
 
-    def _rejected(self, ctx: PrefillContext, grafted: Hidden, computed: Hidden, reused: Tensor) -> Tensor:
-        """bool [T]: the segments of which the logits of the probed tokens differ too much, with what their source had
-        and with what was computed here; counted."""
+    def _rejected(
+        self, ctx: PrefillContext, grafted: Hidden, computed: Hidden, reused: Tensor
+    ) -> Tensor:
+        """bool [T]: the segments of which the logits of the probed tokens differ too much, with
+        what their source had and with what was computed here; counted."""
         segments = ctx.plan.segments
         there, here = (ctx.logits(hidden).log_softmax(-1) for hidden in (grafted, computed))
-        divergence = F.kl_div(there, here, reduction="none", log_target=True).sum(-1).cpu()  # KL(here, there)
+        # KL(here, there)
+        divergence = F.kl_div(there, here, reduction="none", log_target=True).sum(-1).cpu()
         numbers, count = segments[computed.where], int(segments.max()) + 1
-        means = torch.zeros(count).index_add_(0, numbers, divergence) / numbers.bincount(minlength=count)
-        bad = torch.zeros(count + 1, dtype=torch.bool)  # the last one stands for tokens of no segment
+        means = torch.zeros(count).index_add_(0, numbers, divergence) / numbers.bincount(
+            minlength=count
+        )
+        # the last one stands for tokens of no segment
+        bad = torch.zeros(count + 1, dtype=torch.bool)
         bad[segments[reused]] = True
         bad[:-1] &= ~(means <= self.max_kl)  # also what is not finite
         for counts, prompt in zip(ctx.counts, ctx.plan.prompts, strict=True):

@@ -3,7 +3,13 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from kvgraft.methods import count_layers, require_at_least, require_choice, require_layers, require_share
+from kvgraft.methods import (
+    count_layers,
+    require_at_least,
+    require_choice,
+    require_layers,
+    require_share,
+)
 from kvgraft.prefill.context import Hidden, PrefillContext
 from kvgraft.prefill.selection import SelectsByAttention
 
@@ -12,7 +18,8 @@ Shallow = Literal["all", "fresh"]
 
 @dataclass(frozen=True)
 class SparseX(SelectsByAttention):
-    """Dense layers up to a boundary, then only the tokens that fresh queries attend to (SparseX, Algorithm 1).
+    """Dense layers up to a boundary, then only the tokens that fresh queries attend to (SparseX,
+    Algorithm 1).
 
     Raises:
         ValueError: an option outside its range.
@@ -20,12 +27,14 @@ class SparseX(SelectsByAttention):
 
     name: ClassVar[str] = "sparsex"
 
-    boundary_layers: int | None = None  # dense layers (l*), 0 allowed; None: `boundary_share` of all
+    # dense layers (l*), 0 allowed; None: `boundary_share` of all
+    boundary_layers: int | None = None
     boundary_share: float = 0.18  # of all layers, rounded up
     recompute_share: float = 0.10  # of the grafted tokens, recomputed above the boundary (top-k)
     overflow_blocks: int = 1  # blocks recomputed on each side of every fresh interval
     tail_tokens: int = 64  # tokens recomputed at the end of a prompt that ends in known text
-    shallow: Shallow = "all"  # what dense layers run; with "fresh", grafted tokens enter the boundary as stored
+    # what dense layers run; with "fresh", grafted tokens enter the boundary as stored
+    shallow: Shallow = "all"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,10 +50,10 @@ class SparseX(SelectsByAttention):
         return (boundary,) if self.shallow == "fresh" and 0 < boundary < num_layers else ()
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Algorithm 1, phases 1 to 3; the dense layers overwrite grafted KV, so they need no graft. The last of them
-        scores with its queries and keys; what it gives for tokens that are not recomputed goes nowhere, so those end at
-        its keys and values. With shallow=fresh, grafted tokens enter the boundary with the residual stream of their
-        source (cross-query reuse)."""
+        """Algorithm 1, phases 1 to 3; the dense layers overwrite grafted KV, so they need no graft.
+        The last of them scores with its queries and keys; what it gives for tokens that are not
+        recomputed goes nowhere, so those end at its keys and values. With shallow=fresh, grafted
+        tokens enter the boundary with the residual stream of their source (cross-query reuse)."""
         plan, boundary = ctx.plan, self._boundary(ctx.num_layers)
         scoring = max(boundary - 1, 0)
         if self.residual_layers(ctx.num_layers):
@@ -53,11 +62,16 @@ class SparseX(SelectsByAttention):
             hidden = ctx.run(range(boundary), ctx.embed(plan.fresh)).joined(stored)
         else:
             ctx.graft(range(boundary, ctx.num_layers))
-            hidden, rest = ctx.run(range(scoring), ctx.embed(plan.active)), range(scoring, ctx.num_layers)
+            hidden, rest = (
+                ctx.run(range(scoring), ctx.embed(plan.active)),
+                range(scoring, ctx.num_layers),
+            )
             ctx.project(scoring, hidden if boundary else hidden.only(plan.fresh))
         scores = self.score(ctx, scoring, self.query_tokens(plan))
         chosen = plan.top_share(scores, self.recompute_share, among=plan.grafted)
-        recompute = plan.fresh | chosen | plan.overflow(self.overflow_blocks) | plan.tail(self.tail_tokens)
+        recompute = (
+            plan.fresh | chosen | plan.overflow(self.overflow_blocks) | plan.tail(self.tail_tokens)
+        )
         return ctx.run(rest, hidden.only(recompute))
 
     def _boundary(self, num_layers: int) -> int:

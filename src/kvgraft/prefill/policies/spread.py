@@ -17,25 +17,29 @@ FEWEST_ANCHORS = 3  # of a segment; else none of its changes are applied to othe
 
 @dataclass(frozen=True)
 class Spread(SelectsInRounds):
-    """Segment starts and what the question asks for are recomputed; all other grafted tokens take over half of what
-    that has changed in the nearest ones of their segment.
+    """Segment starts and what the question asks for are recomputed; all other grafted tokens take
+    over half of what that has changed in the nearest ones of their segment.
 
-    KVGraft's own method. Text that is read in another context differs from what is cached by something that its tokens
-    have in common: the mean over a segment explains 30 to 50 % of the squared change of keys before RoPE on a real
-    model, and a few tokens tell it. So in every layer the differences between new and cached keys and values of the
-    recomputed tokens are averaged over their neighbours (`spread_tokens` away they weigh 1/e) and interpolated along
-    the segment, keys turned to where they are added (`spread_share` of them: what is interpolated is not certain). No
-    tokens are computed for that. The first tokens of a segment tell nothing of the others, since what is new before
-    them, as an edit, changes them in ways of its own; nor do one or two tokens.
+    KVGraft's own method. Text that is read in another context differs from what is cached by
+    something that its tokens have in common: the mean over a segment explains 30 to 50 % of the
+    squared change of keys before RoPE on a real model, and a few tokens tell it. So in every layer
+    the differences between new and cached keys and values of the recomputed tokens are averaged
+    over their neighbours (`spread_tokens` away they weigh 1/e) and interpolated along the segment,
+    keys turned to where they are added (`spread_share` of them: what is interpolated is not
+    certain). No tokens are computed for that. The first tokens of a segment tell nothing of the
+    others, since what is new before them, as an edit, changes them in ways of its own; nor do one
+    or two tokens.
 
-    The tokens are chosen as `transitive` does, with two differences. The first tokens of each segment, which were
-    attention sinks where it was read (EPIC), are always recomputed and already in the rounds that choose. And the
-    second layer chooses (`score_layer`), in which keys hardly depend on context: deeper ones attend to those tokens,
-    among others, whose cached keys are wrong in the same way, and spreading what changes in these turns attention
-    away from the whole segment.
+    The tokens are chosen as `transitive` does, with two differences. The first tokens of each
+    segment, which were attention sinks where it was read (EPIC), are always recomputed and already
+    in the rounds that choose. And the second layer chooses (`score_layer`), in which keys hardly
+    depend on context: deeper ones attend to those tokens, among others, whose cached keys are wrong
+    in the same way, and spreading what changes in these turns attention away from the whole
+    segment.
 
-    Segments of the same wording that were read apart (price lists, tickets, table rows) cannot be told apart by what is
-    cached of them. Where they differ they are recomputed, too, before the rounds (`prefill.contrast`).
+    Segments of the same wording that were read apart (price lists, tickets, table rows) cannot be
+    told apart by what is cached of them. Where they differ they are recomputed, too, before the
+    rounds (`prefill.contrast`).
 
     Raises:
         ValueError: an option outside its range.
@@ -45,7 +49,8 @@ class Spread(SelectsInRounds):
 
     start_tokens: int = 8  # recomputed at the beginning of each segment
     start_share: float = 0.025  # of a segment, that these are at most
-    alike_share: float = 0.65  # of shared wording in phrases, from which on what differs is recomputed
+    # of shared wording in phrases, from which on what differs is recomputed
+    alike_share: float = 0.65
     score_layer: int = 1  # whose attention chooses, among the layers that see the whole prompt
     recompute_share: float = 0.025
     first_share: float = 0.6
@@ -62,20 +67,24 @@ class Spread(SelectsInRounds):
         require_at_least("spread_tokens", self.spread_tokens, 1)
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Graft what chooses, choose, then recompute fresh and chosen tokens, layer by layer with what that changes."""
+        """Graft what chooses, choose, then recompute fresh and chosen tokens, layer by layer with
+        what that changes."""
         plan, first = ctx.plan, FirstLayer(ctx)
         scored = ctx.scoring_layers[: self.score_layer + 1][-1]
         ctx.graft(range(scored + 1))
         chosen = self._choose(ctx, first, scored)
         hidden = first.left(plan.fresh | chosen)
-        spreading = Spreading(plan, self._anchors(plan, chosen), chosen, self.spread_tokens, self.spread_share)
+        spreading = Spreading(
+            plan, self._anchors(plan, chosen), chosen, self.spread_tokens, self.spread_share
+        )
         if not (spreading.where.any() and self.spread_share):
             ctx.graft(range(scored + 1, ctx.num_layers))
             return ctx.run(range(1, ctx.num_layers), hidden)
         return ctx.run(range(1, ctx.num_layers), hidden, spreading)
 
     def _choose(self, ctx: PrefillContext, first: "FirstLayer", scored: int) -> Tensor:
-        """bool [T]: grafted tokens that are recomputed; the rounds compute some of them in the first layers."""
+        """bool [T]: grafted tokens that are recomputed; the rounds compute some of them in the
+        first layers."""
 
         def score(computed: Tensor, asking: Tensor) -> Tensor:
             hidden = first.left(computed)
@@ -94,7 +103,8 @@ class Spread(SelectsInRounds):
         return self.choose(ctx.plan, starts | differing, score)
 
     def _anchors(self, plan: Plan, chosen: Tensor) -> Tensor:
-        """bool [T]: recomputed tokens whose changes are spread: no segment starts, nor less than a few of a segment."""
+        """bool [T]: recomputed tokens whose changes are spread: no segment starts, nor less than a
+        few of a segment."""
         anchors = chosen & (plan.segments >= 0) & ~plan.segment_starts(self.start_tokens)
         few = plan.segments[anchors].bincount(minlength=plan.num_tokens) < FEWEST_ANCHORS
         return anchors & ~few[plan.segments]
@@ -103,9 +113,8 @@ class Spread(SelectsInRounds):
 class FirstLayer:
     """What leaves layer 0, computed once for each token.
 
-    Keys and values of layer 0 depend on a token and its position alone. So copied ones are exact, and
-    what leaves the layer does not depend on which tokens are recomputed.
-    """
+    Keys and values of layer 0 depend on a token and its position alone. So copied ones are exact,
+    and what leaves the layer does not depend on which tokens are recomputed."""
 
     def __init__(self, ctx: PrefillContext) -> None:
         self._ctx = ctx
@@ -124,6 +133,7 @@ class FirstLayer:
         return known if where.equal(known.where) else known.only(where)
 
     def query(self, where: Tensor) -> None:
-        """Have the host hold the queries of these tokens, bool [T], if they were not computed last."""
+        """Have the host hold the queries of these tokens, bool [T], if they were not computed
+        last."""
         if self._latest is None or not where.equal(self._latest.where):
             self._ctx.project(0, self._ctx.embed(where))

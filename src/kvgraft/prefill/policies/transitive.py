@@ -13,11 +13,13 @@ from kvgraft.prefill.selection import SelectsInRounds
 
 @dataclass(frozen=True)
 class Transitive(SelectsInRounds):
-    """A sparse probe chooses tokens, whose queries choose further tokens; all of them run from layer 0.
+    """A sparse probe chooses tokens, whose queries choose further tokens; all of them run from
+    layer 0.
 
-    KVGraft's own method. No dense pass: the first layers (`probe_layers`) run on the fresh tokens alone, against
-    aligned KV, and the question's queries at the next layer score the grafted keys. Each hop then probes with the
-    tokens just chosen, and with fresh tokens inside the text (segment edges) that scored as well.
+    KVGraft's own method. No dense pass: the first layers (`probe_layers`) run on the fresh tokens
+    alone, against aligned KV, and the question's queries at the next layer score the grafted keys.
+    Each hop then probes with the tokens just chosen, and with fresh tokens inside the text (segment
+    edges) that scored as well.
 
     Raises:
         ValueError: an option outside its range.
@@ -36,7 +38,9 @@ class Transitive(SelectsInRounds):
         """Graft everything, probe and hop, then recompute fresh and chosen tokens."""
         plan, layers = ctx.plan, range(ctx.num_layers)
         least = count_layers(self.probe_layers, self.probe_share, ctx.num_layers)
-        probe = next((index for index in ctx.scoring_layers if index >= least), ctx.scoring_layers[-1])
+        probe = next(
+            (index for index in ctx.scoring_layers if index >= least), ctx.scoring_layers[-1]
+        )
         ctx.graft(layers)
 
         def score(computed: Tensor, asking: Tensor) -> Tensor:

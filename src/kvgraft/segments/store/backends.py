@@ -11,21 +11,24 @@ ALLOWED = "redis://HOST:6379/0, valkey://HOST:6379/0, s3://BUCKET/PATH or file:/
 
 
 class Backend(Protocol):
-    """What a `SharedTier` needs of a place. Any method may raise whatever its client raises, and any thread call it."""
+    """What a `SharedTier` needs of a place. Any method may raise whatever its client raises, and
+    any thread call it."""
 
     def put(self, name: str, record: bytes, data: bytes) -> bool:
-        """Keep a chunk, and tell its record when that is done; False if it is too large ever to be kept."""
+        """Keep a chunk, and tell its record when that is done; False if it is too large ever to be
+        kept."""
 
     def get(self, name: str, most: int) -> bytes | None:
-        """The data of a chunk, so many bytes of it at most (anything may lie there); None if it is not there."""
+        """The data of a chunk, so many bytes of it at most (anything may lie there); None if it is
+        not there."""
 
     def remove(self, name: str, record: bytes) -> None:
         """Let a chunk go, and tell a record of that; one that is not there is no error."""
 
     def read_log(self, mark: str, most: int) -> tuple[list[bytes], str]:
-        """So many records at most that have come since a mark (empty: since ever), and the mark of the last one, to go
-        on with; an empty one says that nothing is left of what was told. A record may come twice, and its chunk be
-        gone."""
+        """So many records at most that have come since a mark (empty: since ever), and the mark of
+        the last one, to go on with; an empty one says that nothing is left of what was told. A
+        record may come twice, and its chunk be gone."""
 
     def close(self) -> None:
         """End all connections."""
@@ -43,7 +46,8 @@ def local_directory(url: str) -> Path | None:
 
 
 def check_url(url: str) -> None:
-    """Raise ValueError if there is no place with such a URL, or its client is not installed. Connects to nothing."""
+    """Raise ValueError if there is no place with such a URL, or its client is not installed.
+    Connects to nothing."""
     parts = urlsplit(url)
     if not parts.scheme:
         raise ValueError(f"shared tier {without_password(url)!r}: no URL: give {ALLOWED}")
@@ -56,11 +60,18 @@ def check_url(url: str) -> None:
         fsspec.get_filesystem_class(parts.scheme)
     except ImportError as error:
         package = "pip install 'kvgraft[fleet]'" if is_server(url) else "install it"
-        raise ValueError(f"shared tier {without_password(url)!r}: a client is missing: {error}: {package}") from error
+        raise ValueError(
+            f"shared tier {without_password(url)!r}: a client is missing: {error}: {package}"
+        ) from error
     except ValueError as error:
-        raise ValueError(f"shared tier {without_password(url)!r}: {error}: allowed are {ALLOWED}") from error
+        raise ValueError(
+            f"shared tier {without_password(url)!r}: {error}: allowed are {ALLOWED}"
+        ) from error
     if local_directory(url) is not None and (parts.netloc or not parts.path.startswith("/")):
-        raise ValueError(f"shared tier {without_password(url)!r}: a directory has three slashes before it: file:///DIR")
+        raise ValueError(
+            f"shared tier {without_password(url)!r}: a directory has three slashes before it: "
+            "file:///DIR"
+        )
 
 
 def open_place(url: str, folder: str, timeout_s: float, capacity: int, quota: float) -> Backend:

@@ -1,4 +1,5 @@
-"""What a tier may hold: bytes, shared by quota, least recently used out first. Nobody pushes out who holds less."""
+"""What a tier may hold: bytes, shared by quota, least recently used out first. Nobody pushes out
+who holds less."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ class Budget:
             raise ValueError(f"quota must be in (0, 1], got {quota}")
         self.capacity = capacity
         self.share = int(quota * capacity)
-        self._sizes: dict[bytes, OrderedDict[bytes, int]] = {}  # by scope and key, least recently used first
+        # by scope and key, least recently used first
+        self._sizes: dict[bytes, OrderedDict[bytes, int]] = {}
         self._scopes: dict[bytes, bytes] = {}  # by key
         self._held: Counter[bytes] = Counter()  # bytes by scope
         self._pinned: set[bytes] = set()
@@ -43,11 +45,12 @@ class Budget:
     def add(self, key: bytes, scope: bytes, size: int) -> list[bytes] | None:
         """Hold a chunk; returns the keys that had to go for it, which are no longer held.
 
-        Over its quota, the scope loses its own oldest chunks. Over the capacity, the scope that holds most loses its
-        oldest, this one if others hold as much.
+        Over its quota, the scope loses its own oldest chunks. Over the capacity, the scope that
+        holds most loses its oldest, this one if others hold as much.
 
         Returns:
-            None if there is no room beside what is pinned or held by scopes that hold less; nothing has changed then.
+            None if there is no room beside what is pinned or held by scopes that hold less; nothing
+            has changed then.
         """
         self.remove(key)
         victims = self._plan(scope, size)
@@ -95,7 +98,9 @@ class Budget:
         total = held.total()
         while held[scope] > self.share or total > self.capacity:
             over_quota = held[scope] > self.share
-            loser = scope if over_quota else max(held, key=lambda other: (held[other], other == scope))
+            loser = (
+                scope if over_quota else max(held, key=lambda other: (held[other], other == scope))
+            )
             if (victim := next(queues[loser], None)) is not None:
                 held[loser] -= self._sizes[loser][victim]
                 total -= self._sizes[loser][victim]

@@ -1,4 +1,5 @@
-"""The catalogue of the disk tier: a table of chunks in SQLite, which several processes may use, and their files."""
+"""The catalogue of the disk tier: a table of chunks in SQLite, which several processes may use, and
+their files."""
 
 import logging
 import sqlite3
@@ -10,13 +11,19 @@ from pathlib import Path
 
 from kvgraft.segments.store.budget import Budget
 from kvgraft.segments.store.chunk import ChunkRecord
-from kvgraft.segments.store.files import CATALOGUE, DIGEST_BYTES, PayloadFiles, make_private_file, move_aside
+from kvgraft.segments.store.files import (
+    CATALOGUE,
+    DIGEST_BYTES,
+    PayloadFiles,
+    make_private_file,
+    move_aside,
+)
 
 _SCHEMA = 1
 _PATIENCE = 30.0  # seconds to wait for other writers
 _TABLE = """
 CREATE TABLE chunks (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never given out again: what is above the last one seen is new
+    id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused: numbers above the last one seen are new
     key BLOB NOT NULL UNIQUE,
     record BLOB NOT NULL,
     num_bytes INTEGER NOT NULL,
@@ -63,8 +70,9 @@ class CatalogueRow:
 class Catalogue:
     """One connection to the table of chunks, and their files. For one thread at a time.
 
-    Row and file come and go in one transaction, so a process that is killed leaves whole chunks, and rubbish that
-    `clean` removes: a temporary file, an orphan (a file without a row), or a row whose file is missing.
+    Row and file come and go in one transaction, so a process that is killed leaves whole chunks,
+    and rubbish that `clean` removes: a temporary file, an orphan (a file without a row), or a row
+    whose file is missing.
 
     Args:
         files: the catalogue lies beside them, and is made if it does not exist.
@@ -78,7 +86,9 @@ class Catalogue:
     def __init__(self, files: PayloadFiles, *, check: bool = False) -> None:
         self._files, path = files, files.directory / CATALOGUE
         make_private_file(path)
-        self._database = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False)
+        self._database = sqlite3.connect(
+            path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False
+        )
         try:
             self._open(check)
         except (sqlite3.DatabaseError, CatalogueDamaged) as error:
@@ -89,7 +99,8 @@ class Catalogue:
 
     @classmethod
     def checked(cls, files: PayloadFiles) -> tuple["Catalogue", int]:
-        """For who is alone with the directory: a damaged catalogue is moved aside; how many were."""
+        """For who is alone with the directory: a damaged catalogue is moved aside; how many
+        were."""
         try:
             return cls(files, check=True), 0
         except CatalogueDamaged as error:
@@ -98,7 +109,8 @@ class Catalogue:
             return cls(files), 1
 
     def rows(self, after: int = 0) -> tuple[list[CatalogueRow], list[tuple[int, bytes]]]:
-        """Rows with a greater id, least recently used first; and (id, key) of those that are damaged."""
+        """Rows with a greater id, least recently used first; and (id, key) of those that are
+        damaged."""
         return self._rows(f"{_SELECT} WHERE id > ? ORDER BY used, id", after)
 
     def get(self, key: bytes) -> CatalogueRow | None:
@@ -112,7 +124,10 @@ class Catalogue:
 
     def pins(self) -> dict[int, bool]:
         """Whether each row is pinned, by id."""
-        return {id: bool(pinned) for id, pinned in self._database.execute("SELECT id, pinned FROM chunks")}
+        return {
+            id: bool(pinned)
+            for id, pinned in self._database.execute("SELECT id, pinned FROM chunks")
+        }
 
     def version(self) -> int:
         """A number that changes whenever another connection has written."""
@@ -121,17 +136,25 @@ class Catalogue:
     def insert(self, row: CatalogueRow, data: bytes) -> CatalogueRow:
         """Add a chunk, unless another process has added it; returns the row that is there then.
 
-        Its file is written under a temporary name, down to the disk. Then, while nobody else adds or removes anything,
-        the row is inserted, the file gets its name, the row is committed.
-        """
+        Its file is written under a temporary name, down to the disk. Then, while nobody else adds
+        or removes anything, the row is inserted, the file gets its name, the row is committed."""
         temporary = self._files.write(row.key, data)
         try:
             with self._writing():
                 if (other := self.get(row.key)) is not None:
                     return other
-                values = (row.key, row.record.encode(), row.num_bytes, row.digest, row.pinned, row.created, row.used)
+                values = (
+                    row.key,
+                    row.record.encode(),
+                    row.num_bytes,
+                    row.digest,
+                    row.pinned,
+                    row.created,
+                    row.used,
+                )
                 cursor = self._database.execute(
-                    "INSERT OR REPLACE INTO chunks (key, record, num_bytes, digest, pinned, created, used)"
+                    "INSERT OR REPLACE INTO chunks (key, record, num_bytes, digest, pinned, "
+                    "created, used)"
                     " VALUES (?, ?, ?, ?, ?, ?, ?)",
                     values,
                 )
@@ -146,7 +169,8 @@ class Catalogue:
         return replace(row, id=cursor.lastrowid or 0)
 
     def remove(self, chunks: Iterable[tuple[bytes, bytes | None]]) -> int:
-        """Remove chunks, by key and digest (None: any): row, file, and the commit last. How many rows there were."""
+        """Remove chunks, by key and digest (None: any): row, file, and the commit last. How many
+        rows there were."""
         num_removed = 0
         with self._writing():
             for key, digest in chunks:
@@ -170,7 +194,9 @@ class Catalogue:
         for key in present - held:
             self._files.remove(key)
         self.remove((key, None) for key in held - present)
-        return +Counter(temporaries=len(temporaries), orphans=len(present - held), missing=len(held - present))
+        return +Counter(
+            temporaries=len(temporaries), orphans=len(present - held), missing=len(held - present)
+        )
 
     def set_pinned(self, key: bytes, pinned: bool) -> None:
         """Note that a chunk is to stay, or no longer."""
@@ -181,7 +207,8 @@ class Catalogue:
         """Note when chunks were used."""
         with self._writing():
             self._database.executemany(
-                "UPDATE chunks SET used = ? WHERE key = ?", [(time, key) for key, time in used.items()]
+                "UPDATE chunks SET used = ? WHERE key = ?",
+                [(time, key) for key, time in used.items()],
             )
 
     def close(self) -> None:
@@ -203,11 +230,17 @@ class Catalogue:
         if check and (found := execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise CatalogueDamaged(str(found))
 
-    def _rows(self, query: str, value: int | bytes) -> tuple[list[CatalogueRow], list[tuple[int, bytes]]]:
+    def _rows(
+        self, query: str, value: int | bytes
+    ) -> tuple[list[CatalogueRow], list[tuple[int, bytes]]]:
         rows, damaged = [], []
-        for id, key, record, num_bytes, digest, pinned, created, used in self._database.execute(query, (value,)):
+        for id, key, record, num_bytes, digest, pinned, created, used in self._database.execute(
+            query, (value,)
+        ):
             try:
-                row = CatalogueRow(id, ChunkRecord.decode(record), num_bytes, digest, bool(pinned), created, used)
+                row = CatalogueRow(
+                    id, ChunkRecord.decode(record), num_bytes, digest, bool(pinned), created, used
+                )
                 if row.key != key or not isinstance(num_bytes, int) or len(digest) != DIGEST_BYTES:
                     raise ValueError("the row does not fit its record")
                 rows.append(row)
@@ -227,7 +260,9 @@ class Catalogue:
                 self._database.execute("ROLLBACK")
 
 
-def within(budget: Budget, rows: list[CatalogueRow]) -> tuple[list[CatalogueRow], list[CatalogueRow]]:
+def within(
+    budget: Budget, rows: list[CatalogueRow]
+) -> tuple[list[CatalogueRow], list[CatalogueRow]]:
     """What of the chunks on disk fits into an empty budget, and the others.
 
     Args:
@@ -239,11 +274,14 @@ def within(budget: Budget, rows: list[CatalogueRow]) -> tuple[list[CatalogueRow]
             budget.hold(row.key, scope, row.num_bytes, pinned=True)
         else:
             budget.add(row.key, scope, row.num_bytes)
-    return [row for row in rows if row.key in budget], [row for row in rows if row.key not in budget]
+    return [row for row in rows if row.key in budget], [
+        row for row in rows if row.key not in budget
+    ]
 
 
 def check_is_ours(path: Path) -> None:
-    """Look at a catalogue without changing anything in its directory. CatalogueDamaged if it is none of this schema."""
+    """Look at a catalogue without changing anything in its directory. CatalogueDamaged if it is
+    none of this schema."""
     database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", timeout=_PATIENCE, uri=True)
     try:
         schema = database.execute("PRAGMA user_version").fetchone()[0]

@@ -1,4 +1,5 @@
-"""A view of the catalogue that tells what is new: what other processes have written since it last looked."""
+"""A view of the catalogue that tells what is new: what other processes have written since it last
+looked."""
 
 import sqlite3
 
@@ -7,7 +8,8 @@ from kvgraft.segments.store.files import PayloadFiles
 
 
 class CatalogueReader:
-    """A connection that only reads. For one thread at a time, as `Catalogue`, and with what it raises."""
+    """A connection that only reads. For one thread at a time, as `Catalogue`, and with what it
+    raises."""
 
     def __init__(self, files: PayloadFiles) -> None:
         self._catalogue = Catalogue(files)
@@ -22,7 +24,8 @@ class CatalogueReader:
         return rows, damaged
 
     def new_rows(self) -> list[CatalogueRow] | None:
-        """Rows that were not there before, least recently used first; None if nobody has written anything."""
+        """Rows that were not there before, least recently used first; None if nobody has written
+        anything."""
         version = self._catalogue.version()
         if version == self._version:
             return None
@@ -32,7 +35,8 @@ class CatalogueReader:
         return rows
 
     def is_current(self, row: CatalogueRow) -> bool:
-        """Whether the catalogue still has this row, as far as can be said; another process may have replaced it."""
+        """Whether the catalogue still has this row, as far as can be said; another process may have
+        replaced it."""
         try:
             now = self._catalogue.get(row.key)
         except sqlite3.Error:

@@ -1,4 +1,5 @@
-"""Chunks: consecutive blocks of one sequence, the unit of the tiers below device memory, and how they are stored."""
+"""Chunks: consecutive blocks of one sequence, the unit of the tiers below device memory, and how
+they are stored."""
 
 import enum
 import hashlib
@@ -19,7 +20,8 @@ Payload = Mapping[str, "Tensor"]  # by name, [streams, tokens, d]
 Shape = tuple[int, int, int]
 TensorSpec = tuple[str, Shape]  # dtype and shape
 KEY_BYTES = 32
-DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # names in torch
+# names in torch
+DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 ITEM_BYTES = dict(zip((*DTYPES, "int8"), (8, 4, 2, 2, 1, 1, 1), strict=True))
 _SCALE = ".scale"  # suffix of the scales of an int8 tensor
 
@@ -58,14 +60,26 @@ class Chunk:
         check_scope(self.scope)
         tokens, count = as_int32("tokens", self.tokens), len(self.chains)
         if not count or not len(tokens) or len(tokens) % count:
-            raise ValueError(f"{len(tokens)} tokens and {count} chains: each block needs as many tokens and one chain")
+            raise ValueError(
+                f"{len(tokens)} tokens and {count} chains: each block needs as many tokens and one "
+                "chain"
+            )
         if any(len(chain) != KEY_BYTES for chain in self.chains):
-            raise ValueError(f"chains of {sorted({*map(len, self.chains)})} bytes: must have {KEY_BYTES} each")
+            raise ValueError(
+                f"chains of {sorted({*map(len, self.chains)})} bytes: must have {KEY_BYTES} each"
+            )
         if not -(2**63) <= self.source < 2**63:
             raise ValueError(f"source is {self.source}, must be a signed 64-bit integer")
         size = len(tokens) // count
-        if self.source_start < 0 or self.source_start % size or self.source_start + len(tokens) >= 2**31:
-            raise ValueError(f"source_start is {self.source_start}, must be a multiple of {size}, the end below 2^31")
+        if (
+            self.source_start < 0
+            or self.source_start % size
+            or self.source_start + len(tokens) >= 2**31
+        ):
+            raise ValueError(
+                f"source_start is {self.source_start}, must be a multiple of {size}, the end below "
+                "2^31"
+            )
         object.__setattr__(self, "tokens", tokens.copy())  # another thread writes them later
 
     @cached_property
@@ -95,8 +109,8 @@ class StoredBlock:
     """A block that was fetched.
 
     Attributes:
-        payload: by name, [streams, block_size, d] in the dtype in which it was put. Views of the store's own memory:
-            to be read only.
+        payload: by name, [streams, block_size, d] in the dtype in which it was put. Views of the
+            store's own memory: to be read only.
         tokens: int32 [block_size].
         scope: the chunk's.
         chain: its `chain_hashes` key.
@@ -143,7 +157,9 @@ class ChunkRecord:
             raise ValueError("the payload has no tensors")
         for name, (dtype, shape) in self.tensors.items():
             if name.endswith(_SCALE) or name.startswith("__"):
-                raise ValueError(f"tensor {name!r}: names must not end with {_SCALE!r} nor begin with '__'")
+                raise ValueError(
+                    f"tensor {name!r}: names must not end with {_SCALE!r} nor begin with '__'"
+                )
             if dtype not in DTYPES:
                 raise ValueError(f"tensor {name!r} is {dtype}: allowed are {', '.join(DTYPES)}")
             if len(shape) != 3 or shape[1] != len(self.chunk.tokens) or min(shape) < 1:
@@ -167,17 +183,25 @@ class ChunkRecord:
         """Dtype and shape of the tensors as they are stored."""
         if not self.int8:
             return self.tensors
-        values: dict[str, TensorSpec] = {name: ("int8", shape) for name, (_, shape) in self.tensors.items()}
-        return values | {name + _SCALE: ("float32", (s, 1, d)) for name, (_, (s, _, d)) in self.tensors.items()}
+        values: dict[str, TensorSpec] = {
+            name: ("int8", shape) for name, (_, shape) in self.tensors.items()
+        }
+        return values | {
+            name + _SCALE: ("float32", (s, 1, d)) for name, (_, (s, _, d)) in self.tensors.items()
+        }
 
     def pack(self, payload: Payload) -> dict[str, "Tensor"]:
-        """What is stored of a payload, in memory of its own. ValueError if it is to be int8 and is not finite."""
+        """What is stored of a payload, in memory of its own. ValueError if it is to be int8 and is
+        not finite."""
         import torch
 
         from kvgraft.kv.quant import quantise
 
         if not self.int8:
-            return {name: payload[name].detach().clone(memory_format=torch.contiguous_format) for name in self.tensors}
+            return {
+                name: payload[name].detach().clone(memory_format=torch.contiguous_format)
+                for name in self.tensors
+            }
         pairs = {name: quantise(payload[name].detach()) for name in self.tensors}
         packed = {name: values.contiguous() for name, (values, _) in pairs.items()}
         return packed | {name + _SCALE: scale for name, (_, scale) in pairs.items()}
@@ -193,7 +217,9 @@ class ChunkRecord:
             from kvgraft.kv.quant import dequantise
 
             for name, (dtype, _) in self.tensors.items():
-                payload[name] = dequantise(payload[name], stored[name + _SCALE], getattr(torch, dtype))
+                payload[name] = dequantise(
+                    payload[name], stored[name + _SCALE], getattr(torch, dtype)
+                )
         start = chunk.source_start + span.start
         names = chunk.scope, chunk.chains[place], chunk.source
         return StoredBlock(payload, chunk.tokens[span], *names, start, not self.int8)
@@ -204,7 +230,8 @@ class ChunkRecord:
         chains, tokens = b"".join(chunk.chains), chunk.tokens.astype("<i4").tobytes()
         place = (chunk.block_size, chunk.source, chunk.source_start)
         return msgspec.json.encode(
-            _Wire(chunk.scope, chunk.namespace, chains, tokens, *place, self.tensors, self.int8), order="deterministic"
+            _Wire(chunk.scope, chunk.namespace, chains, tokens, *place, self.tensors, self.int8),
+            order="deterministic",
         )
 
     @classmethod
@@ -215,18 +242,27 @@ class ChunkRecord:
         except msgspec.DecodeError as error:
             raise ValueError(f"no record: {error}") from error
         if len(wire.chains) % KEY_BYTES or len(wire.tokens) % 4:
-            raise ValueError(f"no record: {len(wire.chains)} bytes of chains, {len(wire.tokens)} of tokens")
-        chains = tuple(wire.chains[at : at + KEY_BYTES] for at in range(0, len(wire.chains), KEY_BYTES))
+            raise ValueError(
+                f"no record: {len(wire.chains)} bytes of chains, {len(wire.tokens)} of tokens"
+            )
+        chains = tuple(
+            wire.chains[at : at + KEY_BYTES] for at in range(0, len(wire.chains), KEY_BYTES)
+        )
         tokens = np.frombuffer(wire.tokens, "<i4")
         chunk = Chunk(wire.scope, wire.namespace, chains, tokens, wire.source, wire.source_start)
         if chunk.block_size != wire.block_size:
-            raise ValueError(f"no record: blocks of {chunk.block_size} tokens, it says {wire.block_size}")
+            raise ValueError(
+                f"no record: blocks of {chunk.block_size} tokens, it says {wire.block_size}"
+            )
         return cls(chunk, dict(sorted(wire.tensors.items())), wire.int8)
 
 
 def specs(payload: Payload) -> dict[str, TensorSpec]:
     """Dtype and shape of every tensor."""
-    return {name: (str(t.dtype).removeprefix("torch."), cast(Shape, tuple(t.shape))) for name, t in payload.items()}
+    return {
+        name: (str(t.dtype).removeprefix("torch."), cast(Shape, tuple(t.shape)))
+        for name, t in payload.items()
+    }
 
 
 def nbytes(payload: Payload) -> int:
@@ -235,7 +271,8 @@ def nbytes(payload: Payload) -> int:
 
 
 def consecutive(starts: Sequence[tuple[Hashable, int]], size: int) -> Iterator[slice]:
-    """Stretches of blocks of one source that follow each other there, of (source, position of the first token) each."""
+    """Stretches of blocks of one source that follow each other there, of (source, position of the
+    first token) each."""
     first = 0
     for stop in range(1, len(starts) + 1):
         source, start = starts[stop - 1]

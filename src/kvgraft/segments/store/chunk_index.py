@@ -1,4 +1,5 @@
-"""Names of stored chunks: numbers for their blocks, found by content at any offset or by the chain before them."""
+"""Names of stored chunks: numbers for their blocks, found by content at any offset or by the chain
+before them."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,8 @@ from kvgraft.segments.segment_index import SegmentIndex
 from kvgraft.segments.segmentation import Similarity
 from kvgraft.segments.store.chunk import Chunk, ChunkRecord
 
-_RESTING = 1 << 16  # numbers that are given up before one is given out again: what a caller holds stays unambiguous
+# numbers that are given up before one is given out again: what a caller holds stays unambiguous
+_RESTING = 1 << 16
 _Place = tuple[bytes, int, int]  # scope, source, position
 
 
@@ -42,7 +44,8 @@ class ChunkIndex:
         self._resting: deque[int] = deque()
         self._by_chain: dict[bytes, list[int]] = {}  # blocks of exact payload
         self._first: dict[_Place, int] = {}  # the chunk that begins there
-        self._last: dict[_Place, tuple[int, int]] = {}  # the chunk that ends there, and the entry of its last block
+        # the chunk that ends there, and the entry of its last block
+        self._last: dict[_Place, tuple[int, int]] = {}
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._numbers
@@ -59,7 +62,8 @@ class ChunkIndex:
         return self._records[self._numbers[key]] if key in self._numbers else None
 
     def find(self, block: int, *scopes: bytes) -> tuple[ChunkRecord, int] | None:
-        """The record that has a block, and its place there; None if it is gone or of none of these scopes."""
+        """The record that has a block, and its place there; None if it is gone or of none of these
+        scopes."""
         number, place = divmod(int(block), self.chunk_blocks)
         record = self._records.get(number)
         if record is None or record.chunk.scope not in scopes or place >= record.chunk.num_blocks:
@@ -67,12 +71,15 @@ class ChunkIndex:
         return record, place
 
     def add(self, record: ChunkRecord) -> None:
-        """Name a chunk, in place of one of the same key, and link it to its neighbours in the source."""
+        """Name a chunk, in place of one of the same key, and link it to its neighbours in the
+        source."""
         self.remove(record.key)
         chunk, number = record.chunk, self._new_number()
         blocks = self._blocks(number, chunk)
         before, after = _edges(chunk)
-        entries = self._name(number, chunk, chunk.num_blocks, after=self._last.get(before, (-1, -1))[1])
+        entries = self._name(
+            number, chunk, chunk.num_blocks, after=self._last.get(before, (-1, -1))[1]
+        )
         if after in self._first:
             following = self._first[after]
             self._name(following, self._records[following].chunk, 1, after=int(entries[-1]))
@@ -96,7 +103,9 @@ class ChunkIndex:
         if after in self._last and self._last[after][0] == number:
             del self._last[after]
         if not record.int8:
-            for chain, block in zip(chunk.chains, self._blocks(number, chunk).tolist(), strict=True):
+            for chain, block in zip(
+                chunk.chains, self._blocks(number, chunk).tolist(), strict=True
+            ):
                 self._by_chain[chain].remove(block)
                 if not self._by_chain[chain]:
                     del self._by_chain[chain]
@@ -111,7 +120,8 @@ class ChunkIndex:
         require_clean_context: bool = False,
         similar: bool = False,
     ) -> list[Match]:
-        """What of a prompt is stored: matches whose pages are block numbers (`VirtualBlockIndex.match`)."""
+        """What of a prompt is stored: matches whose pages are block numbers
+        (`VirtualBlockIndex.match`)."""
         wanted = {"shared": shared, "free": free, "require_clean_context": require_clean_context}
         return self._index.match(tokens, scope, similar=similar, **wanted)
 
@@ -150,4 +160,8 @@ class ChunkIndex:
 
 def _edges(chunk: Chunk) -> tuple[_Place, _Place]:
     """Where the chunk begins and ends in its source."""
-    return (chunk.scope, chunk.source, chunk.source_start), (chunk.scope, chunk.source, chunk.source_end)
+    return (chunk.scope, chunk.source, chunk.source_start), (
+        chunk.scope,
+        chunk.source,
+        chunk.source_end,
+    )

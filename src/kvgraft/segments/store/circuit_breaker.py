@@ -12,8 +12,9 @@ logger = logging.getLogger("kvgraft")
 
 
 class CircuitBreaker:
-    """After three failures in a row of one kind it is left alone for half a minute, then tried again: one more failure
-    is enough from then on, until it works. The log has a warning when that begins.
+    """After three failures in a row of one kind it is left alone for half a minute, then tried
+    again: one more failure is enough from then on, until it works. The log has a warning when that
+    begins.
 
     Args:
         what: for the log.

@@ -1,4 +1,5 @@
-"""The tier on disk: payload files, their catalogue, and a thread that writes them. Others may use the directory too."""
+"""The tier on disk: payload files, their catalogue, and a thread that writes them. Others may use
+the directory too."""
 
 import contextlib
 import logging
@@ -16,7 +17,14 @@ from kvgraft.segments.store.budget import Budget
 from kvgraft.segments.store.catalogue import Catalogue, CatalogueRow, within
 from kvgraft.segments.store.catalogue_reader import CatalogueReader
 from kvgraft.segments.store.chunk import ChunkRecord, Gone, nbytes
-from kvgraft.segments.store.files import BadPayload, DirectoryLock, PayloadFiles, digest_of, encode, private_directory
+from kvgraft.segments.store.files import (
+    BadPayload,
+    DirectoryLock,
+    PayloadFiles,
+    digest_of,
+    encode,
+    private_directory,
+)
 from kvgraft.segments.store.writer import ChunkWriter
 
 if TYPE_CHECKING:
@@ -27,10 +35,12 @@ logger = logging.getLogger("kvgraft")
 
 
 class DiskTier:
-    """Chunks in a directory, within a budget. What is put waits in memory until the writer's thread has written it.
+    """Chunks in a directory, within a budget. What is put waits in memory until the writer's thread
+    has written it.
 
-    `_lock` guards all that this process knows of the directory. It is held while a payload is read, so that nobody here
-    removes it meanwhile, and never while the writer's thread changes the directory (with `_catalogue`, its own).
+    `_lock` guards all that this process knows of the directory. It is held while a payload is read,
+    so that nobody here removes it meanwhile, and never while the writer's thread changes the
+    directory (with `_catalogue`, its own).
 
     Args:
         directory: private to this user; several processes may use it.
@@ -43,20 +53,28 @@ class DiskTier:
 
     def __init__(self, directory: Path, budget: Budget, max_backlog_bytes: int) -> None:
         self.budget = budget
-        self.rows: dict[bytes, CatalogueRow] = {}  # written, or being written, as far as this process knows
+        # written, or being written, as far as this process knows
+        self.rows: dict[bytes, CatalogueRow] = {}
         self._lock = threading.RLock()
         self._waiting: dict[bytes, tuple[ChunkRecord, dict[str, Tensor]]] = {}  # to be written
-        self._leaving: set[tuple[bytes, bytes | None]] = set()  # key and digest (None: any) of what is to be removed
+        # key and digest (None: any) of what is to be removed
+        self._leaving: set[tuple[bytes, bytes | None]] = set()
         self._used: dict[bytes, float] = {}  # to be noted
         self._news: dict[bytes, ChunkRecord | Gone] = {}  # what `poll` tells next
         self._polls = True
         self._files = PayloadFiles(private_directory(directory))
         with contextlib.ExitStack() as opened:
-            directory_lock = opened.enter_context(contextlib.closing(DirectoryLock(self._files.directory)))
+            directory_lock = opened.enter_context(
+                contextlib.closing(DirectoryLock(self._files.directory))
+            )
             is_alone = directory_lock.try_alone()
-            self._catalogue, damaged = Catalogue.checked(self._files) if is_alone else (Catalogue(self._files), 0)
+            self._catalogue, damaged = (
+                Catalogue.checked(self._files) if is_alone else (Catalogue(self._files), 0)
+            )
             opened.callback(self._catalogue.close)
-            self._counts = Counter(catalogue_damaged=damaged) + (self._catalogue.clean() if is_alone else Counter())
+            self._counts = Counter(catalogue_damaged=damaged) + (
+                self._catalogue.clean() if is_alone else Counter()
+            )
             directory_lock.share()
             self._reader = opened.enter_context(contextlib.closing(CatalogueReader(self._files)))
             self._writer = opened.enter_context(contextlib.closing(ChunkWriter(max_backlog_bytes)))
@@ -80,7 +98,8 @@ class DiskTier:
             return self._counts.copy()
 
     def put(self, record: ChunkRecord, stored: dict[str, "Tensor"]) -> list[bytes] | None:
-        """Write a chunk soon; what must go for it goes then (`poll`). None, and counted, if it will not be written."""
+        """Write a chunk soon; what must go for it goes then (`poll`). None, and counted, if it will
+        not be written."""
         with self._lock:
             if not self.budget.fits(nbytes(stored)):
                 self._counts["too_large"] += 1
@@ -93,7 +112,8 @@ class DiskTier:
             return None
 
     def get(self, record: ChunkRecord) -> "dict[str, Tensor] | None":
-        """The stored tensors, if this very chunk is here. One whose file cannot be used is counted, and leaves."""
+        """The stored tensors, if this very chunk is here. One whose file cannot be used is counted,
+        and leaves."""
         with self._lock:
             if self._waits(record):
                 return self._waiting[record.key][1]
@@ -124,7 +144,8 @@ class DiskTier:
             self._writer.submit(lambda: self._attempt(self._catalogue.set_pinned, key, pinned))
 
     def remove(self, key: bytes) -> None:
-        """Forget a chunk now, and remove its row and file soon; one that is not here is no error."""
+        """Forget a chunk now, and remove its row and file soon; one that is not here is no
+        error."""
         with self._lock:
             self._news.pop(key, None)
             self._let_go(key)
@@ -132,8 +153,9 @@ class DiskTier:
                 self._writer.submit(self._erase)
 
     def poll(self, *, others: bool = True) -> dict[bytes, ChunkRecord | Gone]:
-        """What has come and gone since the last call, but for `put` and `remove`: by key how it went, or the record of
-        what another process has put here; whatever was known of that key is void.
+        """What has come and gone since the last call, but for `put` and `remove`: by key how it
+        went, or the record of what another process has put here; whatever was known of that key is
+        void.
 
         Args:
             others: look what other processes have put here since.
@@ -164,7 +186,9 @@ class DiskTier:
         self._counts += Counter(damaged=len(damaged), evicted=len(unwanted))
         self.rows = {row.key: row for row in kept}
         self._news = {row.key: row.record for row in kept}
-        self._leaving = {(row.key, row.digest) for row in unwanted} | {(key, None) for _, key in damaged}
+        self._leaving = {(row.key, row.digest) for row in unwanted} | {
+            (key, None) for _, key in damaged
+        }
         self._writer.submit(self._erase)
 
     def _take_up(self) -> None:
@@ -233,7 +257,8 @@ class DiskTier:
                 self._give_up(record)
 
     def _make_room(self, row: CatalogueRow) -> bool:
-        """Account for a chunk that is about to be written; False if it waits no longer, or there is no room."""
+        """Account for a chunk that is about to be written; False if it waits no longer, or there is
+        no room."""
         with self._lock:
             if not self._waits(row.record):
                 return False
@@ -264,7 +289,8 @@ class DiskTier:
             self._leaving -= leaving
 
     def _attempt(self, change: Callable[..., object], *given: object) -> None:
-        """Change the catalogue; what fails is counted, and mended when the directory is next opened."""
+        """Change the catalogue; what fails is counted, and mended when the directory is next
+        opened."""
         try:
             change(*given)
         except (OSError, sqlite3.Error) as error:

@@ -25,13 +25,15 @@ class _Listed(NamedTuple):
 
 
 class FileBackend:
-    """Chunks in `FOLDER/chunks/NAME`, and an empty or small file `FOLDER/records/MINUTE/TIME-NAME` for each that came.
+    """Chunks in `FOLDER/chunks/NAME`, and an empty or small file `FOLDER/records/MINUTE/TIME-NAME`
+    for each that came.
 
     Clocks of machines may differ by a minute.
 
     Args:
         url: of a local directory, which is then private to this user, or of any other one.
-        capacity: bytes of chunks; above them the oldest are removed by whoever writes and finds that.
+        capacity: bytes of chunks; above them the oldest are removed by whoever writes and finds
+            that.
         quota: share of them that chunks of one scope (the first part of their names) may take.
 
     Raises:
@@ -79,7 +81,8 @@ class FileBackend:
         self._tell(name, record)
 
     def read_log(self, mark: str, most: int) -> tuple[list[bytes], str]:
-        """A mark is a time. Since clocks differ, what was not told of the minutes around it is new, too."""
+        """A mark is a time. Since clocks differ, what was not told of the minutes around it is new,
+        too."""
         now = time.time_ns() // MINUTE
         since = int(mark) // MINUTE - 1 if mark else 0
         untold = (listed for minute in self._minutes(since, now) for listed in self._untold(minute))
@@ -88,7 +91,8 @@ class FileBackend:
         for listed in new:
             self._told.setdefault(_minute_of(listed.path), set()).add(listed.path)
         is_all = len(new) < most
-        came = [min(listed.came, now * MINUTE) for listed in new]  # what is dated ahead must not hide what comes
+        # what is dated ahead must not hide what comes
+        came = [min(listed.came, now * MINUTE) for listed in new]
         mark = str(max([int(mark or 0), *came, *([now * MINUTE] if is_all else [])]))
         for minute in [minute for minute in self._told if int(minute) < int(mark) // MINUTE - 1]:
             del self._told[minute]
@@ -99,7 +103,9 @@ class FileBackend:
 
     def _tell(self, name: str, record: bytes) -> None:
         now = time.time_ns()
-        self._write(f"{self._root}/records/{now // MINUTE:010d}/{now:020d}-{name.replace('/', '-')}", record)
+        self._write(
+            f"{self._root}/records/{now // MINUTE:010d}/{now:020d}-{name.replace('/', '-')}", record
+        )
 
     def _minutes(self, since: int, now: int) -> list[str]:
         """Those that may have records; a clock may be ahead of ours."""
@@ -112,8 +118,12 @@ class FileBackend:
         told = self._told.get(minute, set())
         paths = self._list(f"{self._root}/records/{minute}")
         if self._is_local:
-            paths = [path for path in paths if path in told or Path(path).is_file()]  # to read a FIFO would block
-        return sorted((listed for path in paths if path not in told for listed in _listed(path)), key=lambda r: r.came)
+            # to read a FIFO would block
+            paths = [path for path in paths if path in told or Path(path).is_file()]
+        return sorted(
+            (listed for path in paths if path not in told for listed in _listed(path)),
+            key=lambda r: r.came,
+        )
 
     def _list(self, folder: str) -> list[str]:
         try:
@@ -123,13 +133,16 @@ class FileBackend:
         return [str(path).rstrip("/") for path in found]
 
     def _sweep(self, coming: str, num_bytes: int) -> None:
-        """Make room for a chunk that is coming: remove the oldest ones above the capacity or a scope's share of it,
-        records without a chunk, and what was left half-written."""
+        """Make room for a chunk that is coming: remove the oldest ones above the capacity or a
+        scope's share of it, records without a chunk, and what was left half-written."""
         sizes = {path: int(info["size"]) for path, info in self._find("chunks")}
         records = [listed for path, _ in self._find("records") for listed in _listed(path)]
         came = {f"{self._root}/chunks/{listed.name}": listed.came for listed in records}
         budget = Budget(self._capacity, self._quota)
-        chunks = sorted((path for path in sizes if not path.endswith(_TEMPORARY)), key=lambda path: came.get(path, 0))
+        chunks = sorted(
+            (path for path in sizes if not path.endswith(_TEMPORARY)),
+            key=lambda path: came.get(path, 0),
+        )
         for path, size in [*((path, sizes[path]) for path in chunks), (coming, num_bytes)]:
             budget.add(path.encode(), path.rpartition("/")[0].encode(), size)
         for path in chunks:
@@ -141,7 +154,11 @@ class FileBackend:
                 self._remove(listed.path)
         for path in sizes:
             began = path.removesuffix(_TEMPORARY).rpartition(".")[2]
-            if path.endswith(_TEMPORARY) and began.isdecimal() and int(began) < time.time_ns() - STALE_S * 10**9:
+            if (
+                path.endswith(_TEMPORARY)
+                and began.isdecimal()
+                and int(began) < time.time_ns() - STALE_S * 10**9
+            ):
                 self._remove(path)
         self._written = 0
 

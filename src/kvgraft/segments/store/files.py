@@ -1,4 +1,5 @@
-"""The private directory of the disk tier: its modes, its lock, and a safetensors file for each chunk."""
+"""The private directory of the disk tier: its modes, its lock, and a safetensors file for each
+chunk."""
 
 import fcntl
 import math
@@ -26,7 +27,8 @@ _SUFFIX, _TEMPORARY = ".safetensors", ".tmp"
 
 
 class BadPayload(Exception):
-    """A file that cannot be used: "missing", "damaged" (not what was written) or "foreign" (of another chunk)."""
+    """A file that cannot be used: "missing", "damaged" (not what was written) or "foreign" (of
+    another chunk)."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -48,7 +50,8 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it. OSError if it is something else: to open a FIFO, or to read from it, could block."""
+    """Open a file to read it. OSError if it is something else: to open a FIFO, or to read from it,
+    could block."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -57,14 +60,16 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def make_private_file(path: Path) -> None:
-    """Make a file, of a mode that SQLite takes over to those beside it. One that is there is not so much as opened: to
-    close it would end all locks that this process has on it, so that another one could take SQLite's log from us."""
+    """Make a file, of a mode that SQLite takes over to those beside it. One that is there is not so
+    much as opened: to close it would end all locks that this process has on it, so that another one
+    could take SQLite's log from us."""
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
 def move_aside(path: Path) -> Path:
-    """Rename a catalogue, with the files SQLite keeps beside it, to the first free `catalogue.damaged-N`."""
+    """Rename a catalogue, with the files SQLite keeps beside it, to the first free
+    `catalogue.damaged-N`."""
     number = 1
     while (aside := path.with_name(f"catalogue.damaged-{number}")).exists():
         number += 1
@@ -79,7 +84,8 @@ def private_directory(path: Path) -> Path:
     """The directory, made if it does not exist.
 
     Raises:
-        NotADirectoryError, PermissionError: it is something else, of another user, or open to others.
+        NotADirectoryError, PermissionError: it is something else, of another user, or open to
+            others.
     """
     path = path.resolve()
     if not path.exists():
@@ -89,7 +95,8 @@ def private_directory(path: Path) -> Path:
 
 
 def check_private_directory(path: Path) -> None:
-    """Raise what `private_directory` would, and PermissionError if nothing could be written there. Makes nothing."""
+    """Raise what `private_directory` would, and PermissionError if nothing could be written there.
+    Makes nothing."""
     try:
         path = path.resolve()
         nearest = next(place for place in (path, *path.parents) if place.exists())
@@ -105,19 +112,23 @@ def _check_private(path: Path) -> None:
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"{path} is not a directory")
     if status.st_uid != os.getuid():
-        raise PermissionError(f"{path} belongs to user {status.st_uid}, not to {os.getuid()}, who runs this")
+        raise PermissionError(
+            f"{path} belongs to user {status.st_uid}, not to {os.getuid()}, who runs this"
+        )
     if mode := stat.S_IMODE(status.st_mode) & 0o077:
         raise PermissionError(f"{path} is open to others (mode bits {mode:03o}): chmod 700 {path}")
 
 
 class DirectoryLock:
-    """Says whether this process alone uses a directory. Everyone who uses it holds the lock, shared or not."""
+    """Says whether this process alone uses a directory. Everyone who uses it holds the lock, shared
+    or not."""
 
     def __init__(self, directory: Path) -> None:
         self._descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def try_alone(self) -> bool:
-        """Keep others out until `share`; False if others use the directory, then it is shared with them."""
+        """Keep others out until `share`; False if others use the directory, then it is shared with
+        them."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -135,7 +146,8 @@ class DirectoryLock:
 
 
 class PayloadFiles:
-    """Files `xx/<key>.safetensors`, by the first byte of the key. Written under another name, then renamed."""
+    """Files `xx/<key>.safetensors`, by the first byte of the key. Written under another name, then
+    renamed."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -145,7 +157,8 @@ class PayloadFiles:
         return self.directory / key[:1].hex() / (key.hex() + _SUFFIX)
 
     def write(self, key: bytes, data: bytes) -> Path:
-        """Write a payload under a temporary name, which is returned; what is left of a failure is removed."""
+        """Write a payload under a temporary name, which is returned; what is left of a failure is
+        removed."""
         folder = self.path(key).parent
         folder.mkdir(mode=0o700, exist_ok=True)
         temporary = folder / f"{key.hex()}.{secrets.token_hex(8)}{_TEMPORARY}"
@@ -168,7 +181,8 @@ class PayloadFiles:
         """The payload of a chunk as it is stored, verified.
 
         Raises:
-            BadPayload: there is none, or it is not the one of this length and digest, or not of this record.
+            BadPayload: there is none, or it is not the one of this length and digest, or not of
+                this record.
         """
         try:
             with open_regular(self.path(record.key)) as file:
@@ -202,7 +216,8 @@ def encode(record: ChunkRecord, stored: Payload) -> bytes:
 
 
 def most_bytes(record: ChunkRecord) -> int:
-    """That the file of a chunk has at most: its tensors, and a header that names them and quotes its record."""
+    """That the file of a chunk has at most: its tensors, and a header that names them and quotes
+    its record."""
     tensors = sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in record.stored.values())
     names = sum(6 * len(name) + 256 for name in record.stored)
     return tensors + names + 2 * len(record.encode()) + 256
@@ -218,7 +233,10 @@ def decode(data: bytes, record: ChunkRecord) -> dict[str, "Tensor"]:
         header = msgspec.json.decode(data[8 : 8 + length], type=dict[str, dict])
     except (SafetensorError, msgspec.DecodeError) as error:
         raise BadPayload("damaged") from error
-    if header.get("__metadata__", {}).get(_METADATA) != record.encode().decode() or specs(tensors) != record.stored:
+    if (
+        header.get("__metadata__", {}).get(_METADATA) != record.encode().decode()
+        or specs(tensors) != record.stored
+    ):
         raise BadPayload("foreign")
     return tensors
 

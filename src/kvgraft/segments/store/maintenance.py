@@ -6,11 +6,18 @@ from pathlib import Path
 
 from kvgraft.segments.store.budget import Budget
 from kvgraft.segments.store.catalogue import Catalogue, CatalogueRow, check_is_ours, within
-from kvgraft.segments.store.files import CATALOGUE, BadPayload, DirectoryLock, PayloadFiles, private_directory
+from kvgraft.segments.store.files import (
+    CATALOGUE,
+    BadPayload,
+    DirectoryLock,
+    PayloadFiles,
+    private_directory,
+)
 
 
 class StoreDirectory:
-    """What lies in a store's directory, for its operator. Stores may be using it; they notice what is done here.
+    """What lies in a store's directory, for its operator. Stores may be using it; they notice what
+    is done here.
 
     Raises:
         FileNotFoundError: it is no directory of a store.
@@ -48,10 +55,13 @@ class StoreDirectory:
             KeyError: there is none.
             ValueError: there are several.
         """
-        keys = sorted(key for key in self._catalogue.chunk_keys() if key.hex().startswith(prefix.lower()))
+        keys = sorted(
+            key for key in self._catalogue.chunk_keys() if key.hex().startswith(prefix.lower())
+        )
         if len(keys) > 1:
             raise ValueError(
-                f"{prefix!r} begins {len(keys)} keys: {', '.join(key.hex()[:16] for key in keys[:4])}, ..."
+                f"{prefix!r} begins {len(keys)} keys: "
+                f"{', '.join(key.hex()[:16] for key in keys[:4])}, ..."
             )
         row = self._catalogue.get(keys[0]) if keys else None
         if row is None:
@@ -70,7 +80,9 @@ class StoreDirectory:
         self._catalogue.remove([(row.key, None)])
         return row
 
-    def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> Counter[str]:
+    def verify(
+        self, progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> Counter[str]:
         """Read every chunk, and remove those that cannot be used.
 
         Args:
@@ -90,7 +102,8 @@ class StoreDirectory:
         return +counts
 
     def gc(self, disk_bytes: int | None = None, quota: float = 1.0) -> Counter[str]:
-        """Remove what killed processes have left, and with a budget the least recently used chunks above it.
+        """Remove what killed processes have left, and with a budget the least recently used chunks
+        above it.
 
         Returns:
             As `Catalogue.clean`, and how many were "evicted".
@@ -99,7 +112,9 @@ class StoreDirectory:
             RuntimeError: another process uses the directory, and may be writing just now.
         """
         if not self._lock.try_alone():
-            raise RuntimeError(f"{self._files.directory} is in use by another process: stop it first")
+            raise RuntimeError(
+                f"{self._files.directory} is in use by another process: stop it first"
+            )
         try:
             counts = self._catalogue.clean()
             if disk_bytes is not None:

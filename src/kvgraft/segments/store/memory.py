@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 class MemoryTier:
-    """Payloads by the key of their chunk, within a budget. It has no lock: who has it lets one thread in at a time."""
+    """Payloads by the key of their chunk, within a budget. It has no lock: who has it lets one
+    thread in at a time."""
 
     hits = "ram_hits"
 
@@ -22,7 +23,8 @@ class MemoryTier:
         return key in self._payloads
 
     def put(self, record: ChunkRecord, stored: dict[str, "Tensor"]) -> list[bytes] | None:
-        """Keep a payload; returns the keys of those that had to go, or None if there is no room for it."""
+        """Keep a payload; returns the keys of those that had to go, or None if there is no room for
+        it."""
         self.remove(record.key)
         evicted = self.budget.add(record.key, record.chunk.scope, nbytes(stored))
         if evicted is not None:

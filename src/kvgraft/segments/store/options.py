@@ -24,14 +24,17 @@ class StoreOptions:
         directory: of the tier on disk, which outlasts the process; None has no such tier.
         ram_gib: memory of the tier in host memory.
         disk_gib: size of the tier on disk.
-        quota: share of each that one namespace may take; in any case the one that holds most gives way first.
-        int8: keep keys and values as int8, in a quarter to a half of the bytes; they come back as graft sources only.
-        shared_url: of a place that machines share, a Redis or Valkey server or a directory (`open_place`); None: none.
-            Servers that share one need the same secret: that of `KVGRAFT_CACHE_SECRET`, or of the directory.
+        quota: share of each that one namespace may take; in any case the one that holds most gives
+            way first.
+        int8: keep keys and values as int8, in a quarter to a half of the bytes; they come back as
+            graft sources only.
+        shared_url: of a place that machines share, a Redis or Valkey server or a directory
+            (`open_place`); None: none. Servers that share one need the same secret: that of
+            `KVGRAFT_CACHE_SECRET`, or of the directory.
         shared_timeout_s: for which a prompt waits for that place.
         shared_gib: size of a shared directory; None: 64. A server there bounds itself.
-        rank: of several, each of which has a part of the directory and of the shared place of its own; None: there is
-            one.
+        rank: of several, each of which has a part of the directory and of the shared place of its
+            own; None: there is one.
 
     Raises:
         ValueError: an option outside its range, or a shared place without a secret.
@@ -66,15 +69,20 @@ class StoreOptions:
     def sharing(self) -> Sharing | None:
         """The shared tier; None: there is none. See `find_secret` for what it raises."""
         secret = (
-            None if self.shared_url is None else find_secret(None if self.directory is None else Path(self.directory))
+            None
+            if self.shared_url is None
+            else find_secret(None if self.directory is None else Path(self.directory))
         )
         if self.shared_url is None or secret is None:
             return None
         gib = SHARED_GIB if self.shared_gib is None else self.shared_gib
-        return Sharing(self.shared_url, secret, self.rank, self.shared_timeout_s, int(gib * 2**30), self.quota)
+        return Sharing(
+            self.shared_url, secret, self.rank, self.shared_timeout_s, int(gib * 2**30), self.quota
+        )
 
     def check_backends(self) -> None:
-        """Raise what `open` would of directories and the secret, before anything else is loaded. Makes nothing.
+        """Raise what `open` would of directories and the secret, before anything else is loaded.
+        Makes nothing.
 
         Raises:
             ValueError: the secret of the environment is none.
@@ -120,10 +128,14 @@ class StoreOptions:
     def _check_shared(self) -> None:
         require_amount("shared_timeout_s", self.shared_timeout_s)
         if not self.shared_timeout_s:
-            raise ValueError(f"shared_timeout_s must be above 0 seconds, got {self.shared_timeout_s}")
+            raise ValueError(
+                f"shared_timeout_s must be above 0 seconds, got {self.shared_timeout_s}"
+            )
         if self.shared_url is None:
             if self.shared_gib is not None:
-                raise ValueError(f"shared_gib {self.shared_gib} is the size of shared_url: give that, too")
+                raise ValueError(
+                    f"shared_gib {self.shared_gib} is the size of shared_url: give that, too"
+                )
             return
         if not isinstance(self.shared_url, str):
             raise ValueError(f"shared_url must be a URL, got {self.shared_url!r}")
@@ -132,10 +144,12 @@ class StoreOptions:
             require_amount("shared_gib", self.shared_gib)
             if is_server(self.shared_url) or not self.shared_gib:
                 raise ValueError(
-                    f"shared_gib {self.shared_gib}: above 0, and of a directory only: a server's maxmemory bounds it"
+                    f"shared_gib {self.shared_gib}: above 0, and of a directory only: a server's "
+                    "maxmemory bounds it"
                 )
         if given_secret() is None and self.directory is None:
             raise ValueError(
-                "a shared tier needs a secret, by which servers know their own data and each other's tenants: set "
+                "a shared tier needs a secret, by which servers know their own data and each "
+                "other's tenants: set "
                 f"{CACHE_SECRET} to the same 64 hexadecimal digits for all of them"
             )

@@ -10,7 +10,8 @@ Result = TypeVar("Result")
 
 
 class Readers:
-    """As a `ThreadPoolExecutor`, of daemon threads: one that hangs does not hold up the end of the process."""
+    """As a `ThreadPoolExecutor`, of daemon threads: one that hangs does not hold up the end of the
+    process."""
 
     def __init__(self, count: int, name: str) -> None:
         self._count = count

@@ -11,8 +11,8 @@ BEHIND_S = 5.0  # at least, for what no request waits for
 
 
 class RedisBackend:
-    """Chunks under `kvgraft:[FOLDER:]NAME`, and a stream of what has come. What does not fit there the server evicts,
-    as it is configured (`maxmemory-policy`).
+    """Chunks under `kvgraft:[FOLDER:]NAME`, and a stream of what has come. What does not fit there
+    the server evicts, as it is configured (`maxmemory-policy`).
 
     Args:
         url: a password is taken from `KVGRAFT_SHARED_PASSWORD`.
@@ -29,12 +29,20 @@ class RedisBackend:
 
         parts = urlsplit(url)
         if parts.password is not None or "password" in parse_qs(parts.query):
-            raise ValueError(f"a password in the URL of a shared tier would stand in logs: set {PASSWORD} instead")
+            raise ValueError(
+                f"a password in the URL of a shared tier would stand in logs: set {PASSWORD} "
+                "instead"
+            )
         url = url.replace("valkeys://", "rediss://", 1).replace("valkey://", "redis://", 1)
-        known: dict[str, Any] = {"password": os.environ.get(PASSWORD), "retry": Retry(NoBackoff(), 0)}
+        known: dict[str, Any] = {
+            "password": os.environ.get(PASSWORD),
+            "retry": Retry(NoBackoff(), 0),
+        }
 
         def client(seconds: float) -> Any:
-            return redis.Redis.from_url(url, socket_timeout=seconds, socket_connect_timeout=seconds, **known)
+            return redis.Redis.from_url(
+                url, socket_timeout=seconds, socket_connect_timeout=seconds, **known
+            )
 
         self._asked, self._behind = client(timeout_s), client(max(timeout_s, BEHIND_S))
         self._prefix = f"kvgraft:{folder}:" if folder else "kvgraft:"
@@ -58,8 +66,9 @@ class RedisBackend:
             pipeline.execute()
 
     def read_log(self, mark: str, most: int) -> tuple[list[bytes], str]:
-        """A mark is the number of a record in the stream. One before all that are left is as good as any; one behind
-        the last of them means that they were all removed, and others are numbered from anew."""
+        """A mark is the number of a record in the stream. One before all that are left is as good
+        as any; one behind the last of them means that they were all removed, and others are
+        numbered from anew."""
         found = self._behind.xrange(self._records, f"({mark}" if mark else "-", "+", count=most)
         if found:
             return [fields.get(b"record", b"") for _, fields in found], found[-1][0].decode()

@@ -1,4 +1,5 @@
-"""The secret that servers have in common, and the keys that are derived from it, each for one purpose."""
+"""The secret that servers have in common, and the keys that are derived from it, each for one
+purpose."""
 
 import os
 import secrets
@@ -15,8 +16,8 @@ NAME = "secret"  # of its file in a store's directory
 
 
 def find_secret(directory: Path | None) -> bytes | None:
-    """The secret of the environment or else the one in a store's directory, which is made if there is none; None if
-    there is neither.
+    """The secret of the environment or else the one in a store's directory, which is made if there
+    is none; None if there is neither.
 
     Raises:
         ValueError: the variable has something else.
@@ -43,7 +44,10 @@ def given_secret() -> bytes | None:
     except ValueError:
         secret = b""
     if len(secret) != SECRET_BYTES or len(given) != 2 * SECRET_BYTES:
-        raise ValueError(f"{CACHE_SECRET} must be {2 * SECRET_BYTES} hexadecimal digits, such as openssl rand -hex 32")
+        raise ValueError(
+            f"{CACHE_SECRET} must be {2 * SECRET_BYTES} hexadecimal digits, such as openssl rand "
+            "-hex 32"
+        )
     return secret
 
 
@@ -53,7 +57,8 @@ def derive(secret: bytes, purpose: str) -> bytes:
 
 
 def _lasting_secret(directory: Path) -> bytes:
-    """The secret that lies in a store's directory, 32 bytes; made by whoever comes first, and there only when whole."""
+    """The secret that lies in a store's directory, 32 bytes; made by whoever comes first, and there
+    only when whole."""
     path = private_directory(directory) / NAME
     if not path.exists():
         temporary = path.with_name(f"secret.{secrets.token_hex(8)}")
@@ -69,6 +74,7 @@ def _read_secret(path: Path) -> bytes:
         secret = file.read()
     if len(secret) != SECRET_BYTES:
         raise PermissionError(
-            f"{path} has {len(secret)} bytes, not {SECRET_BYTES}: remove it, and nothing that is stored is found again"
+            f"{path} has {len(secret)} bytes, not {SECRET_BYTES}: remove it, and nothing that is "
+            "stored is found again"
         )
     return secret

@@ -34,15 +34,16 @@ logger = logging.getLogger("kvgraft")
 
 
 class SharedTier:
-    """Chunks in a `Backend`. What is put is written later, by a thread; what is asked for and does not come in time is a
-    miss, and so is what was changed on the way: all data is signed. Only opening, `fetch`, `flush` and `close` wait for
-    the place, and not for long.
+    """Chunks in a `Backend`. What is put is written later, by a thread; what is asked for and does
+    not come in time is a miss, and so is what was changed on the way: all data is signed. Only
+    opening, `fetch`, `flush` and `close` wait for the place, and not for long.
 
     `_lock` guards what this process knows of the place, and is never held while the place is asked.
 
     Args:
         place: to be used by this object alone.
-        secret: 32 bytes that the servers of a fleet have in common: they sign what they put there, and name it.
+        secret: 32 bytes that the servers of a fleet have in common: they sign what they put there,
+            and name it.
         timeout_s: for which `fetch` waits.
         max_backlog_bytes: of what waits to be written.
     """
@@ -50,7 +51,12 @@ class SharedTier:
     hits = "shared_hits"
 
     def __init__(
-        self, place: Backend, secret: bytes, *, timeout_s: float = 0.5, max_backlog_bytes: int = 1 << 28
+        self,
+        place: Backend,
+        secret: bytes,
+        *,
+        timeout_s: float = 0.5,
+        max_backlog_bytes: int = 1 << 28,
     ) -> None:
         self._place, self._timeout_s, self._id = place, timeout_s, os.urandom(8)
         self._seal = Signer(secret)
@@ -73,10 +79,11 @@ class SharedTier:
 
     @property
     def counts(self) -> Counter[str]:
-        """Chunks "shared_written". Those that were asked for, and misses: "shared_gone", "shared_late" (not in time),
-        "shared_failed" (which also counts what was done for no request), "shared_damaged", "shared_foreign",
-        "shared_paused" (not asked for, or not written, as the place has failed). Records "shared_forged": not signed
-        with our secret. Not written: "shared_backlog", "shared_too_large"."""
+        """Chunks "shared_written". Those that were asked for, and misses: "shared_gone",
+        "shared_late" (not in time), "shared_failed" (which also counts what was done for no
+        request), "shared_damaged", "shared_foreign", "shared_paused" (not asked for, or not
+        written, as the place has failed). Records "shared_forged": not signed with our secret. Not
+        written: "shared_backlog", "shared_too_large"."""
         with self._lock:
             return self._counts.copy()
 
@@ -111,8 +118,14 @@ class SharedTier:
         """
         deadline = (time.monotonic() if asked_at is None else asked_at) + self._timeout_s
         with self._lock:
-            arrived = {record: self._waiting[record.key][1] for record in records if self._waits(record)}
-            wanted = [record for record in records if record not in arrived and record.key in self._records]
+            arrived = {
+                record: self._waiting[record.key][1] for record in records if self._waits(record)
+            }
+            wanted = [
+                record
+                for record in records
+                if record not in arrived and record.key in self._records
+            ]
         if not wanted:
             return arrived
         if self._health.is_paused:
@@ -129,7 +142,9 @@ class SharedTier:
                 arrived[record] = answer
             else:
                 self._missed(record, answer)
-        silent = [str(answer) for answer in answers.values() if answer in ("shared_late", "shared_failed")]
+        silent = [
+            str(answer) for answer in answers.values() if answer in ("shared_late", "shared_failed")
+        ]
         if len(silent) == len(asked):
             self._health.failed(READING, silent[0])
         else:
@@ -148,8 +163,8 @@ class SharedTier:
             self._writer.submit(lambda: self._erase(name, told))
 
     def poll(self) -> dict[bytes, ChunkRecord | Gone]:
-        """Some of what has come and gone since the last calls, but for `put`, `remove` and `fetch`: what others have
-        put there or removed, and what could not be written."""
+        """Some of what has come and gone since the last calls, but for `put`, `remove` and `fetch`:
+        what others have put there or removed, and what could not be written."""
         with self._lock:
             told = dict(list(self._news.items())[:NEWS])
             for key in told:
@@ -175,7 +190,8 @@ class SharedTier:
         return self._waiting.get(record.key, (None,))[0] is record
 
     def _know(self, record: ChunkRecord) -> None:
-        """A chunk can be asked for. Nobody tells what the place has evicted: the oldest are the likeliest."""
+        """A chunk can be asked for. Nobody tells what the place has evicted: the oldest are the
+        likeliest."""
         self._records[record.key] = record
         if len(self._records) > MAX_RECORDS:
             oldest = next(iter(self._records))
@@ -227,7 +243,9 @@ class SharedTier:
 
     def _put(self, record: ChunkRecord, stored: dict[str, "Tensor"]) -> bool:
         name, told = self._seal.name(record), self._seal.close_record(record.encode())
-        is_kept = self._place.put(name, told, self._seal.close(encode(without_source(record), stored), name))
+        is_kept = self._place.put(
+            name, told, self._seal.close(encode(without_source(record), stored), name)
+        )
         self._count("shared_written" if is_kept else "shared_too_large")
         return is_kept
 
@@ -297,7 +315,8 @@ class SharedTier:
 
 
 def removal(key: bytes, by: bytes) -> bytes:
-    """What is told of a chunk that is to be removed everywhere, by whom: 8 bytes of which others have other ones."""
+    """What is told of a chunk that is to be removed everywhere, by whom: 8 bytes of which others
+    have other ones."""
     return _REMOVED + by + key
 
 

@@ -32,19 +32,24 @@ class Sharing:
     quota: float
 
     def open(self) -> "SharedTier":
-        """The tier; see `open_place` for what it raises. A place that cannot be reached is no error."""
+        """The tier; see `open_place` for what it raises. A place that cannot be reached is no
+        error."""
         return SharedTier(self._place(), self._own_secret, timeout_s=self.timeout_s)
 
     def remove(self, records: Iterable[ChunkRecord]) -> None:
-        """Remove chunks for all who share the place, as its operator. Raises whatever the place's client raises."""
+        """Remove chunks for all who share the place, as its operator. Raises whatever the place's
+        client raises."""
         seal = Signer(self._own_secret)
         with closing(self._place()) as place:
             for record in records:
-                place.remove(seal.name(record), seal.close_record(removal(record.key, os.urandom(8))))
+                place.remove(
+                    seal.name(record), seal.close_record(removal(record.key, os.urandom(8)))
+                )
 
     @property
     def _own_secret(self) -> bytes:
-        """Of this rank: of one text each has other data of the same shape, which is not signed for the others."""
+        """Of this rank: of one text each has other data of the same shape, which is not signed for
+        the others."""
         return self.secret if self.rank is None else derive(self.secret, f"rank {self.rank}")
 
     def _place(self) -> Backend:

@@ -1,4 +1,5 @@
-"""What servers with one secret write at places that others may reach: names that tell nothing, and signed data."""
+"""What servers with one secret write at places that others may reach: names that tell nothing, and
+signed data."""
 
 import hmac
 from dataclasses import replace
@@ -15,7 +16,9 @@ class Signer:
     """Names and signatures by keys that are derived from a secret of 32 bytes."""
 
     def __init__(self, secret: bytes) -> None:
-        self._data_key, self._record_key, self._name_key = (derive(secret, of) for of in ("data", "records", "names"))
+        self._data_key, self._record_key, self._name_key = (
+            derive(secret, of) for of in ("data", "records", "names")
+        )
 
     def name(self, record: ChunkRecord) -> str:
         """Of a chunk in this form: digests, the first one of its scope."""
@@ -55,6 +58,8 @@ def _signature(key: bytes, name: str, data: bytes | memoryview) -> bytes:
 
 def _opened(key: bytes, name: str, sealed: bytes) -> bytes:
     view = memoryview(sealed)
-    if not hmac.compare_digest(bytes(view[:DIGEST_BYTES]), _signature(key, name, view[DIGEST_BYTES:])):
+    if not hmac.compare_digest(
+        bytes(view[:DIGEST_BYTES]), _signature(key, name, view[DIGEST_BYTES:])
+    ):
         raise BadPayload("damaged")
     return sealed[DIGEST_BYTES:]

@@ -1,5 +1,5 @@
-"""Tiers below device memory for the KV of text that was read: host memory, a directory that outlasts us, and a place
-that machines share."""
+"""Tiers below device memory for the KV of text that was read: host memory, a directory that
+outlasts us, and a place that machines share."""
 
 import threading
 from collections import Counter
@@ -24,39 +24,45 @@ _Found = tuple[ChunkRecord, int] | None  # a block: of which chunk, and its plac
 
 
 class SegmentStore:
-    """Chunks of KV by content and scope, in host memory, on disk, and at a place that machines share.
+    """Chunks of KV by content and scope, in host memory, on disk, and at a place that machines
+    share.
 
-    A *block number* names a stored block until the chunk is gone; what is gone is never mistaken for something else.
-    Nothing here fails for a reason that lies in stored data or in the disk: the chunk is gone then, and `counts` says
-    why.
+    A *block number* names a stored block until the chunk is gone; what is gone is never mistaken
+    for something else. Nothing here fails for a reason that lies in stored data or in the disk: the
+    chunk is gone then, and `counts` says why.
 
-    `_lock` guards the register, the tier in host memory and what is counted here; tiers below have locks of their own,
-    which are taken under this one and never the other way. It is not held while the shared place is asked. Tiers know
-    nothing of the store: they return what had to go, and the store asks those below what has come and gone
-    (`_look_around`). Only the store tells the register.
+    `_lock` guards the register, the tier in host memory and what is counted here; tiers below have
+    locks of their own, which are taken under this one and never the other way. It is not held while
+    the shared place is asked. Tiers know nothing of the store: they return what had to go, and the
+    store asks those below what has come and gone (`_look_around`). Only the store tells the
+    register.
 
     Args:
         block_size: tokens of a block.
         ram_bytes: budget of host memory.
-        directory: of the tier on disk, with mode 0700; made if it does not exist. None: there is none.
+        directory: of the tier on disk, with mode 0700; made if it does not exist. None: there is
+            none.
         disk_bytes: its budget.
         quota: share of either budget that one scope may take (`Budget.add`).
         int8: keep payloads as int8. They are graft sources, but never exact prefix blocks.
         chunk_blocks: blocks of a chunk, at most.
-        max_backlog_bytes: payload that may wait to be written; more of it stays in host memory only.
+        max_backlog_bytes: payload that may wait to be written; more of it stays in host memory
+            only.
         similarity, anchors: of near-duplicates (`SimilarIndex`); None knows identical text only.
         shared: the tier that machines share, closed with the store; None: there is none.
 
     Attributes:
-        counts: blocks fetched ("ram_hits", "disk_hits", "shared_hits") and chunks that were: "stored"; "known" already
-            when they were put; "too_large", "backlog", "non_finite", "write_failed": not kept on disk, or at all;
-            "evicted" from all tiers; gone when they were asked for or the store was opened: "missing", "damaged",
-            "foreign"; "unusable": cut into other blocks. What was found on opening: "orphans", "temporaries",
-            "catalogue_damaged". "catalogue_failed": errors of the catalogue in use. What begins with "shared_":
-            see `SharedTier.counts`.
+        counts: blocks fetched ("ram_hits", "disk_hits", "shared_hits") and chunks that were:
+            "stored"; "known" already when they were put; "too_large", "backlog", "non_finite",
+            "write_failed": not kept on disk, or at all; "evicted" from all tiers; gone when they
+            were asked for or the store was opened: "missing", "damaged", "foreign"; "unusable": cut
+            into other blocks. What was found on opening: "orphans", "temporaries",
+            "catalogue_damaged". "catalogue_failed": errors of the catalogue in use. What begins
+            with "shared_": see `SharedTier.counts`.
 
     Raises:
-        ValueError: a number is out of range, or one of directory and disk_bytes is given without the other.
+        ValueError: a number is out of range, or one of directory and disk_bytes is given without
+            the other.
         OSError: the directory cannot be used; PermissionError if others may read it.
     """
 
@@ -84,7 +90,8 @@ class SegmentStore:
         self._lock = threading.Lock()
         self._closed = False
         self._register = ChunkIndex(block_size, chunk_blocks, similarity, anchors)
-        self._appeared: dict[bytes, ChunkRecord] = {}  # of what can be found, what nobody has been told yet
+        # of what can be found, what nobody has been told yet
+        self._appeared: dict[bytes, ChunkRecord] = {}
         self._tiers = Tiers.open(ram_bytes, directory, disk_bytes, quota, max_backlog_bytes, shared)
         while self._look_around():
             pass  # it tells some at a time
@@ -120,20 +127,24 @@ class SegmentStore:
         return self._tiers.disk.nbytes if self._tiers.disk else 0
 
     def put(self, chunk: Chunk, payload: Payload) -> bool:
-        """Keep a chunk; its file is written later. A known one counts as used, and is written where it was not; one
-        that is known from the shared tier only is kept here, too.
+        """Keep a chunk; its file is written later. A known one counts as used, and is written where
+        it was not; one that is known from the shared tier only is kept here, too.
 
         Args:
-            payload: tensors in host memory, floating point [streams, tokens of the chunk, d]; they are copied.
+            payload: tensors in host memory, floating point [streams, tokens of the chunk, d]; they
+                are copied.
         Returns:
-            Whether it was kept: False if it is known (and no better than before) or refused, which is counted.
+            Whether it was kept: False if it is known (and no better than before) or refused, which
+            is counted.
 
         Raises:
             ValueError: chunk or payload are not of this form, or the store is closed.
         """
         if not self._register.can_hold(chunk):
             given = f"{chunk.num_blocks} blocks of {chunk.block_size} tokens"
-            raise ValueError(f"a chunk of {given}: allowed are {self.chunk_blocks} of {self.block_size} tokens")
+            raise ValueError(
+                f"a chunk of {given}: allowed are {self.chunk_blocks} of {self.block_size} tokens"
+            )
         record = ChunkRecord.of(chunk, payload, int8=self.int8)
         with self._lock:
             self._look_around()
@@ -162,7 +173,8 @@ class SegmentStore:
             return True
 
     def take_appeared(self) -> list[ChunkRecord]:
-        """What can be found that was not put here: all of it at first, then what has come since the last call."""
+        """What can be found that was not put here: all of it at first, then what has come since the
+        last call."""
         with self._lock:
             self._look_around()
             found, self._appeared = list(self._appeared.values()), {}
@@ -189,24 +201,32 @@ class SegmentStore:
     ) -> list[Match]:
         """What of a prompt is stored, at any offset: matches whose pages are block numbers.
 
-        Args: as of `VirtualBlockIndex.match`; `similar` finds near-duplicates, too, if the store was made for that.
-        """
+        Args: as of `VirtualBlockIndex.match`; `similar` finds near-duplicates, too, if the store
+        was made for that."""
         with self._lock:
             self._look_around()
             return self._register.match(
-                tokens, scope, shared=shared, free=free, require_clean_context=require_clean_context, similar=similar
+                tokens,
+                scope,
+                shared=shared,
+                free=free,
+                require_clean_context=require_clean_context,
+                similar=similar,
             )
 
     def prefix(self, chain_keys: Sequence[bytes], scope: bytes) -> list[int]:
-        """For each key of `chain_hashes` the number of a block that is it, bit for bit as it was put, or -1."""
+        """For each key of `chain_hashes` the number of a block that is it, bit for bit as it was
+        put, or -1."""
         with self._lock:
             self._look_around()
             return self._register.prefix(chain_keys, scope)
 
     def fetch(self, blocks: Sequence[int], *scopes: bytes) -> list[StoredBlock | None]:
-        """The blocks of these numbers, None for each that is gone or of none of these scopes. Each chunk is read
-        once. Waits for the shared tier as `SharedTier.fetch` does."""
-        return self._fetch_all(lambda: [self._register.find(block, *scopes) for block in blocks], None)
+        """The blocks of these numbers, None for each that is gone or of none of these scopes. Each
+        chunk is read once. Waits for the shared tier as `SharedTier.fetch` does."""
+        return self._fetch_all(
+            lambda: [self._register.find(block, *scopes) for block in blocks], None
+        )
 
     def fetch_from(
         self, places: Sequence[tuple[bytes, int]], asked_at: float | None = None
@@ -219,7 +239,9 @@ class SegmentStore:
 
         def find() -> list[_Found]:
             records = [(self._register.get(key), place) for key, place in places]
-            return [(r, at) if r is not None and at < r.chunk.num_blocks else None for r, at in records]
+            return [
+                (r, at) if r is not None and at < r.chunk.num_blocks else None for r, at in records
+            ]
 
         return self._fetch_all(find, asked_at)
 
@@ -229,7 +251,8 @@ class SegmentStore:
             return self._register.get(key)
 
     def pin(self, key: bytes, pinned: bool = True) -> None:
-        """Never evict a chunk, or allow it again; on disk, if it is there. KeyError if it is unknown."""
+        """Never evict a chunk, or allow it again; on disk, if it is there. KeyError if it is
+        unknown."""
         self.flush()
         with self._lock:
             self._check_known(key)
@@ -250,7 +273,8 @@ class SegmentStore:
                 self._look_around()
 
     def close(self) -> None:
-        """Write all that was put, then let directory and shared place go. Nothing can be put or fetched any more."""
+        """Write all that was put, then let directory and shared place go. Nothing can be put or
+        fetched any more."""
         if not self._closed:
             if self._tiers.disk:
                 self._tiers.disk.flush()
@@ -259,8 +283,11 @@ class SegmentStore:
             self._tiers.close()
             self._closed = True
 
-    def _fetch_all(self, find: Callable[[], list[_Found]], asked_at: float | None) -> list[StoredBlock | None]:
-        """The blocks that are found; the lock is not held while what only the shared tier has is on its way."""
+    def _fetch_all(
+        self, find: Callable[[], list[_Found]], asked_at: float | None
+    ) -> list[StoredBlock | None]:
+        """The blocks that are found; the lock is not held while what only the shared tier has is on
+        its way."""
         with self._lock:
             self._look_around(others=False)
             far = self._tiers.far(held[0] for held in find() if held is not None)
@@ -271,20 +298,26 @@ class SegmentStore:
 
     # What follows needs the lock to be held.
 
-    def _fetch(self, wanted: Sequence[_Found], arrived: "Mapping[ChunkRecord, Stored]") -> list[StoredBlock | None]:
+    def _fetch(
+        self, wanted: Sequence[_Found], arrived: "Mapping[ChunkRecord, Stored]"
+    ) -> list[StoredBlock | None]:
         blocks: list[StoredBlock | None] = [None] * len(wanted)
         by_key: dict[bytes, list[tuple[int, ChunkRecord, int]]] = {}
         for at, held in enumerate(wanted):
             if held is not None:
                 by_key.setdefault(held[0].key, []).append((at, *held))
-        for key in sorted(by_key, key=lambda key: key not in self._tiers.memory):  # before it is pushed out
+        # before it is pushed out
+        for key in sorted(by_key, key=lambda key: key not in self._tiers.memory):
             if (stored := self._load(by_key[key][0][1], len(by_key[key]), arrived)) is not None:
                 for at, record, place in by_key[key]:
                     blocks[at] = record.block(stored, place)
         return blocks
 
-    def _load(self, record: ChunkRecord, num_blocks: int, arrived: "Mapping[ChunkRecord, Stored]") -> "Stored | None":
-        """What is stored of a chunk, from now on in host memory if it fits; None, and forgotten, if it is unusable."""
+    def _load(
+        self, record: ChunkRecord, num_blocks: int, arrived: "Mapping[ChunkRecord, Stored]"
+    ) -> "Stored | None":
+        """What is stored of a chunk, from now on in host memory if it fits; None, and forgotten, if
+        it is unusable."""
         self._tiers.touch(record.key)
         stored, evicted = self._tiers.get(record, num_blocks, arrived)
         self._left(evicted)
@@ -310,8 +343,8 @@ class SegmentStore:
         self._appeared.pop(key, None)
 
     def _look_around(self, *, others: bool = True) -> bool:
-        """Take notice of what has come to the tiers below and gone from them, before anything else is done
-        (`Tiers.poll`); whether there was anything."""
+        """Take notice of what has come to the tiers below and gone from them, before anything else
+        is done (`Tiers.poll`); whether there was anything."""
         if self._closed:
             raise ValueError("the segment store is closed")
         told = self._tiers.poll(others=others)

@@ -1,5 +1,5 @@
-"""The tiers of a store as one: host memory; below it the disk and a place that machines share, where others come and
-go."""
+"""The tiers of a store as one: host memory; below it the disk and a place that machines share,
+where others come and go."""
 
 import sqlite3
 from collections import Counter
@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 
 
 class Tiers:
-    """What is put goes into every tier that takes it; what is asked for comes from the first that has it, and goes into
-    host memory. It has no lock, as `MemoryTier`.
+    """What is put goes into every tier that takes it; what is asked for comes from the first that
+    has it, and goes into host memory. It has no lock, as `MemoryTier`.
 
     Args:
         disk, shared: None: there is no such tier.
     """
 
-    def __init__(self, memory: MemoryTier, disk: DiskTier | None, shared: SharedTier | None) -> None:
+    def __init__(
+        self, memory: MemoryTier, disk: DiskTier | None, shared: SharedTier | None
+    ) -> None:
         self.memory, self.disk, self.shared = memory, disk, shared
         self._below = [tier for tier in (disk, shared) if tier is not None]
         self._near = [tier for tier in (memory, disk) if tier is not None]
@@ -47,9 +49,13 @@ class Tiers:
         if directory is None:
             return cls(memory, None, shared)
         try:
-            return cls(memory, DiskTier(directory, Budget(disk_bytes, quota), max_backlog_bytes), shared)
+            return cls(
+                memory, DiskTier(directory, Budget(disk_bytes, quota), max_backlog_bytes), shared
+            )
         except (CatalogueDamaged, sqlite3.Error) as error:
-            raise CatalogueDamaged(f"the catalogue of {directory} cannot be used: {error}") from error
+            raise CatalogueDamaged(
+                f"the catalogue of {directory} cannot be used: {error}"
+            ) from error
 
     def __contains__(self, key: bytes) -> bool:
         return any(key in tier for tier in (self.memory, *self._below))
@@ -60,7 +66,8 @@ class Tiers:
         return sum((tier.counts for tier in self._below), self._counts)
 
     def put(self, record: ChunkRecord, stored: dict[str, "Tensor"]) -> list[bytes] | None:
-        """Keep a chunk; the keys of those that had to leave a tier for it, or None, counted, if no tier takes it."""
+        """Keep a chunk; the keys of those that had to leave a tier for it, or None, counted, if no
+        tier takes it."""
         evicted = [tier.put(record, stored) for tier in (self.memory, *self._below)]
         if all(keys is None for keys in evicted):
             if not self._below:  # which have counted it
@@ -76,10 +83,13 @@ class Tiers:
                 tier.put(record, stored)
 
     def get(
-        self, record: ChunkRecord, num_blocks: int, arrived: Mapping[ChunkRecord, dict[str, "Tensor"]]
+        self,
+        record: ChunkRecord,
+        num_blocks: int,
+        arrived: Mapping[ChunkRecord, dict[str, "Tensor"]],
     ) -> tuple["dict[str, Tensor] | None", list[bytes]]:
-        """What is stored of a chunk, of which so many blocks are wanted, and the keys of those that had to leave host
-        memory for it.
+        """What is stored of a chunk, of which so many blocks are wanted, and the keys of those that
+        had to leave host memory for it.
 
         Args:
             arrived: what has come from the shared tier, by `SharedTier.fetch`.
@@ -98,20 +108,23 @@ class Tiers:
         keys = {record.key: record for record in records}
         if self.shared is None:
             return []
-        return [record for key, record in keys.items() if key in self.shared and not self.is_near(key)]
+        return [
+            record for key, record in keys.items() if key in self.shared and not self.is_near(key)
+        ]
 
     def is_near(self, key: bytes) -> bool:
         """Whether a tier of this machine has a chunk."""
         return any(key in tier for tier in self._near)
 
     def touch(self, key: bytes) -> None:
-        """Note that a chunk was used; one that is not here is no error. The shared place knows what it is asked for."""
+        """Note that a chunk was used; one that is not here is no error. The shared place knows what
+        it is asked for."""
         for tier in self._near:
             tier.touch(key)
 
     def pin(self, key: bytes, pinned: bool) -> None:
-        """Whether a chunk that is here is never evicted: on disk, if it is there. The shared place knows no such
-        thing."""
+        """Whether a chunk that is here is never evicted: on disk, if it is there. The shared place
+        knows no such thing."""
         tier = self.disk if self.disk and key in self.disk else self.memory
         tier.pin(key, pinned)
 
@@ -121,7 +134,8 @@ class Tiers:
             tier.remove(key)
 
     def poll(self, *, others: bool) -> dict[bytes, ChunkRecord | Gone]:
-        """See `DiskTier.poll`. What has come to the shared tier is no news if it is here already."""
+        """See `DiskTier.poll`. What has come to the shared tier is no news if it is here
+        already."""
         news = self.disk.poll(others=others) if self.disk else {}
         if self.shared and others:
             for key, what in self.shared.poll().items():
@@ -131,8 +145,8 @@ class Tiers:
         return news
 
     def removed(self, key: bytes) -> ChunkRecord | None:
-        """Another process has removed a chunk, from the disk or from the shared place: what the latter still has, to
-        be found there."""
+        """Another process has removed a chunk, from the disk or from the shared place: what the
+        latter still has, to be found there."""
         found = self.shared.record(key) if self.shared else None
         if self.shared and self.disk and found is None:
             self.disk.remove(key)

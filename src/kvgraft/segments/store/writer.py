@@ -27,7 +27,8 @@ class ChunkWriter:
         self._thread.start()
 
     def submit(self, job: Callable[[], None], num_bytes: int = 0) -> bool:
-        """Do a job that holds memory after all others; False if the backlog has no room for it or ends."""
+        """Do a job that holds memory after all others; False if the backlog has no room for it or
+        ends."""
         with self._changed:
             if self._closing or (num_bytes and self._num_bytes + num_bytes > self.max_bytes):
                 return False

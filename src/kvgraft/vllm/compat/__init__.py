@@ -1,8 +1,8 @@
-"""Everything that depends on vLLM's version or platform: the names that vLLM loads us by, and small dealings with it.
+"""Everything that depends on vLLM's version or platform: the names that vLLM loads us by, and small
+dealings with it.
 
-`support` says what is supported, `model` reaches the loaded model. `tests/vllm/test_contract.py` asserts each symbol
-and signature used here and in the connector.
-"""
+`support` says what is supported, `model` reaches the loaded model. `tests/vllm/test_contract.py`
+asserts each symbol and signature used here and in the connector."""
 
 import hashlib
 import os
@@ -15,7 +15,8 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 WORKER_CLASS = "kvgraft.vllm.worker.KVGraftWorker"
 CONNECTOR, CONNECTOR_MODULE = "KVGraftConnector", "kvgraft.vllm.connector"
 
-BY_HEAD = "KVGraftByHead"  # before the name of a model class: the same with an attention layer for each KV head
+# before the name of a model class: the same with an attention layer for each KV head
+BY_HEAD = "KVGraftByHead"
 HEAD_MAP = "kvgraft_head_map"  # in vLLM's additional_config: the path of the map
 FLOW = "kvgraft_flow"  # likewise: the flow that decode steps follow
 ALLOW_UNTESTED = "kvgraft_allow_untested"  # likewise: beside a map, the setting `allow_untested`
@@ -44,7 +45,9 @@ def hide_answer(request: Any, block_size: int) -> None:
     def hidden(request: Any) -> list[Any]:
         first = len(request.block_hashes)
         return [
-            found if (block + 1) * block_size <= request.num_prompt_tokens else nonce_hash(nonce, block)
+            found
+            if (block + 1) * block_size <= request.num_prompt_tokens
+            else nonce_hash(nonce, block)
             for block, found in enumerate(hasher(request), first)
         ]
 
@@ -52,7 +55,8 @@ def hide_answer(request: Any, block_size: int) -> None:
 
 
 def salt_hashes(request: Any, salt: str) -> None:
-    """Give the blocks of a request hashes that only others with this salt have, beside its own one."""
+    """Give the blocks of a request hashes that only others with this salt have, beside its own
+    one."""
     hasher = request._block_hasher
 
     def salted(request: Any) -> list[Any]:
@@ -69,8 +73,8 @@ def salt_hashes(request: Any, salt: str) -> None:
 
 
 def set_prompt(request: Any, token_ids: list[int]) -> None:
-    """Give a request that waits another prompt; block hashes are those of the new one. What workers know of one that
-    has run is another thing: `set_known_prompt`."""
+    """Give a request that waits another prompt; block hashes are those of the new one. What workers
+    know of one that has run is another thing: `set_known_prompt`."""
     request.prompt_token_ids, request.num_prompt_tokens = token_ids, len(token_ids)
     request._all_token_ids[:] = [*token_ids, *request.output_token_ids]
     request.block_hashes.clear()
@@ -81,8 +85,8 @@ def set_known_prompt(runner: Any, request_id: str, token_ids: list[int]) -> None
     """Have a worker know another prompt of a preempted request before that is resumed.
 
     Args:
-        runner: vLLM's model runner. V1 keeps the prompts of preempted requests and is told of their blocks only; V2
-            forgets them, and is told everything again.
+        runner: vLLM's model runner. V1 keeps the prompts of preempted requests and is told of their
+            blocks only; V2 forgets them, and is told everything again.
     """
     known = getattr(runner, "requests", {}).get(request_id)
     if known is not None:
@@ -90,7 +94,8 @@ def set_known_prompt(runner: Any, request_id: str, token_ids: list[int]) -> None
 
 
 def before_prefix_lookup(kv_cache_manager: Any, callback: Callable[[Any], object]) -> None:
-    """Run callback with a request before vLLM looks for the beginning of its prompt: vLLM has no hook there."""
+    """Run callback with a request before vLLM looks for the beginning of its prompt: vLLM has no
+    hook there."""
     look_up = kv_cache_manager.get_computed_blocks
 
     def get_computed_blocks(request: Any, *args: Any) -> Any:
@@ -101,8 +106,8 @@ def before_prefix_lookup(kv_cache_manager: Any, callback: Callable[[Any], object
 
 
 def on_cache_reset(kv_cache_manager: Any, callback: Callable[[], bool]) -> None:
-    """Run callback before vLLM resets its prefix cache: vLLM has no hook there, and refuses while blocks are pinned. If
-    it returns False the cache stays."""
+    """Run callback before vLLM resets its prefix cache: vLLM has no hook there, and refuses while
+    blocks are pinned. If it returns False the cache stays."""
     reset = kv_cache_manager.reset_prefix_cache
 
     def reset_prefix_cache() -> bool:

@@ -1,8 +1,9 @@
-"""LoRA adapters: what tells one from others, and which of them our own passes through the model run under.
+"""LoRA adapters: what tells one from others, and which of them our own passes through the model run
+under.
 
-vLLM maps every row of a step to an adapter, and runs us between the step's forward pass and its logits. So we map the
-rows of our passes, and then give back vLLM's mapping and the slots that its adapters had.
-"""
+vLLM maps every row of a step to an adapter, and runs us between the step's forward pass and its
+logits. So we map the rows of our passes, and then give back vLLM's mapping and the slots that its
+adapters had."""
 
 import hashlib
 import os
@@ -29,13 +30,14 @@ class Adapter:
 
 
 def adapter_digest(request: LoRARequest) -> str | None:
-    """What tells an adapter's weights from others', whatever their name: SHA-256 over the files that vLLM loads, as
-    they are now. None if they are not on this machine."""
+    """What tells an adapter's weights from others', whatever their name: SHA-256 over the files
+    that vLLM loads, as they are now. None if they are not on this machine."""
     try:
         directory = _directory(request.lora_path)
         stats = [(path.name, path.stat()) for path in sorted(directory.glob(FILES))]
         stamps = tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
-        layout = "3d" if getattr(request, "is_3d_lora_weight", False) else ""  # of experts; not known to all versions
+        # of experts; not known to all versions
+        layout = "3d" if getattr(request, "is_3d_lora_weight", False) else ""
         return _digest(directory, stamps) + layout if stamps else None
     except OSError:
         return None
@@ -67,11 +69,14 @@ class RunnerAdapters:
     """The adapters of a model runner. Without LoRA it does nothing.
 
     Args:
-        runner: vLLM's model runner, V1 or V2; methods of its adapter manager are replaced on this instance.
+        runner: vLLM's model runner, V1 or V2; methods of its adapter manager are replaced on this
+            instance.
     """
 
     def __init__(self, runner: Any) -> None:
-        self._manager = manager = runner.lora_manager if runner.vllm_config.lora_config is not None else None
+        self._manager = manager = (
+            runner.lora_manager if runner.vllm_config.lora_config is not None else None
+        )
         self._loaded: dict[int, str] = {}  # digests by vLLM's ids
         self._untold: dict[int, str] = {}
         self._wanted: Adapter | None = None
@@ -81,10 +86,14 @@ class RunnerAdapters:
         if manager is not None:
             self._load, manager._load_adapter = manager._load_adapter, self._note_load
             self._set, manager.set_active_adapters = manager.set_active_adapters, self._note_step
-            self._remove_all, manager.remove_all_adapters = manager.remove_all_adapters, self._note_removal
+            self._remove_all, manager.remove_all_adapters = (
+                manager.remove_all_adapters,
+                self._note_removal,
+            )
 
     def use(self, adapter: Adapter | None) -> None:
-        """What the next passes run under; None: the model itself. To be said again whenever vLLM has run between."""
+        """What the next passes run under; None: the model itself. To be said again whenever vLLM
+        has run between."""
         self._wanted, self._num_rows = adapter, None
 
     def map_rows(self, num_rows: int) -> None:
@@ -104,7 +113,9 @@ class RunnerAdapters:
             anew = request.load_inplace and self._loaded.get(number) != digest
             self._map({replace(request, load_inplace=anew)}, number, num_rows)
             if self._loaded.get(number) != digest:
-                raise RuntimeError(f"adapter {request.lora_name!r} has other weights than when this was planned")
+                raise RuntimeError(
+                    f"adapter {request.lora_name!r} has other weights than when this was planned"
+                )
         self._num_rows = num_rows
 
     def give_back(self) -> None:

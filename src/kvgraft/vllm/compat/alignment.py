@@ -1,4 +1,5 @@
-"""Copies of cached tokens at other positions ("align") in vLLM's cache, many layers at a time (SparseX, 3.1)."""
+"""Copies of cached tokens at other positions ("align") in vLLM's cache, many layers at a time
+(SparseX, 3.1)."""
 
 from collections.abc import Hashable, Sequence
 from functools import cached_property
@@ -22,8 +23,9 @@ TOKENS = 1 << 16  # of a call, which needs no memory of its own
 class Alignment:
     """Some tokens, which every layer copies alike but for how its keys turn.
 
-    Where blocks hold rows of numbers, one kernel serves all layers that are alike. vLLM's CPU backend packs blocks as
-    its instruction set wants them, so there each layer is unpacked, turned and written by the backend.
+    Where blocks hold rows of numbers, one kernel serves all layers that are alike. vLLM's CPU
+    backend packs blocks as its instruction set wants them, so there each layer is unpacked, turned
+    and written by the backend.
 
     Args:
         source, target: slots int64 [n].
@@ -45,7 +47,9 @@ class Alignment:
         for index in layers:
             rows = self._host.rows_of(index)
             alone = self._host.is_packed(index)
-            form: Hashable = index if alone else (self._host.rotations[index], rows.shape, rows.stride())
+            form: Hashable = (
+                index if alone else (self._host.rotations[index], rows.shape, rows.stride())
+            )
             alike.setdefault(form, []).append(index)
         return list(alike.values())
 
@@ -61,7 +65,14 @@ class Alignment:
         if angles is None:
             angles = (torch.zeros(self._source.numel(), 0, device=self._source.device),) * 2
         caches = [self._host.rows_of(index) for index in part]
-        align_paged(caches, self._source, self._target, *angles, first=rotation.first, interleaved=rotation.interleaved)
+        align_paged(
+            caches,
+            self._source,
+            self._target,
+            *angles,
+            first=rotation.first,
+            interleaved=rotation.interleaved,
+        )
         for own in part:
             self._host.note_written(own, lambda: self._target)
 
@@ -71,8 +82,11 @@ class Alignment:
         return self._host.places_of(self._source, packed=True)
 
     def _angles(self, rotation: KeyRotation, num_heads: int = 0) -> Angles:
-        """Of the shifts; laid out for keys of so many heads if there are any (a draft model may have others)."""
+        """Of the shifts; laid out for keys of so many heads if there are any (a draft model may
+        have others)."""
         if (rotation, num_heads) not in self._tables:
             found = rotation.angles(self._shifts)
-            self._tables[rotation, num_heads] = by_head(*found, num_heads) if found and num_heads else found
+            self._tables[rotation, num_heads] = (
+                by_head(*found, num_heads) if found and num_heads else found
+            )
         return self._tables[rotation, num_heads]

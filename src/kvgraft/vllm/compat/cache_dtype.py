@@ -11,7 +11,8 @@ FP8 = {name: _E5M2.get(name, current_platform.fp8_dtype()) for name in FP8_NAMES
 
 
 def as_codes(stored: Tensor, cache_dtype: str) -> Tensor:
-    """What a cache holds, whose bytes vLLM takes for integers, as the numbers that they are without their scale."""
+    """What a cache holds, whose bytes vLLM takes for integers, as the numbers that they are without
+    their scale."""
     return stored.view(FP8[cache_dtype]) if cache_dtype in FP8 else stored
 
 
@@ -27,6 +28,7 @@ def encode(numbers: Tensor, scale: float, kind: torch.dtype) -> Tensor:
 
 
 def as_written(codes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Numbers of which a backend makes just these codes, whether it rounds to the nearest one, as on GPUs, or towards
-    zero, as vLLM's CPU kernels do: an eighth to a quarter of a step above them."""
+    """Numbers of which a backend makes just these codes, whether it rounds to the nearest one, as
+    on GPUs, or towards zero, as vLLM's CPU kernels do: an eighth to a quarter of a step above
+    them."""
     return codes.to(dtype) * (scale * (1 + torch.finfo(codes.dtype).eps / 8))

@@ -1,4 +1,5 @@
-"""vLLM's command line, from where its version has put it, and the configuration that it stands for."""
+"""vLLM's command line, from where its version has put it, and the configuration that it stands
+for."""
 
 import os
 from argparse import Namespace
@@ -33,7 +34,8 @@ __all__ = [
 
 
 def engine_config(args: Namespace) -> Any:
-    """vLLM's configuration of an engine, made as its server makes it; arguments and environment stay as they are.
+    """vLLM's configuration of an engine, made as its server makes it; arguments and environment
+    stay as they are.
 
     Raises:
         ValueError: these arguments make none; the message says why.

@@ -12,18 +12,22 @@ from kvgraft.vllm.compat.layer_caches import LayerCaches
 
 
 class DecoderCaches(LayerCaches):
-    """`LayerCaches`, whose attention layers are numbered through, with the decoder layers that these are parts of.
+    """`LayerCaches`, whose attention layers are numbered through, with the decoder layers that
+    these are parts of.
 
     Args:
         attentions: vLLM's attention layers by decoder layer: one each, or one for each KV head.
-        group_of: by attention layer, the number of its KV cache group, 0 being the main one (see `groups`).
+        group_of: by attention layer, the number of its KV cache group, 0 being the main one (see
+            `groups`).
         given: what follows the attention layers in `LayerCaches`.
 
     Attributes:
         num_kv_heads: of a decoder layer.
     """
 
-    def __init__(self, attentions: Sequence[Sequence[Any]], group_of: Sequence[int], *given: Any) -> None:
+    def __init__(
+        self, attentions: Sequence[Sequence[Any]], group_of: Sequence[int], *given: Any
+    ) -> None:
         stops = np.cumsum([len(own) for own in attentions]).tolist()
         self._attentions_of = [range(*edges) for edges in pairwise([0, *stops])]
         self.group_of = list(group_of)
@@ -36,14 +40,19 @@ class DecoderCaches(LayerCaches):
 
     def read_layer(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a decoder layer in these slots int64 [groups, n], each [n, Hkv, d]."""
-        return _joined([self.read(at, slots[self.group_of[at]]) for at in self.attentions_of(index)])
+        return _joined(
+            [self.read(at, slots[self.group_of[at]]) for at in self.attentions_of(index)]
+        )
 
     def read_layer_again(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """As `read_layer`, of such numbers as `store_layer` takes to store them bit for bit."""
-        return _joined([self.read_again(at, slots[self.group_of[at]]) for at in self.attentions_of(index)])
+        return _joined(
+            [self.read_again(at, slots[self.group_of[at]]) for at in self.attentions_of(index)]
+        )
 
     def write_layer(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Store keys and values [n, Hkv, d] of a decoder layer in these slots int64 [groups, n], as `write` does."""
+        """Store keys and values [n, Hkv, d] of a decoder layer in these slots int64 [groups, n], as
+        `write` does."""
         for given in self._by_attention(index, keys, values, slots):
             self.write(*given)
 
@@ -55,10 +64,13 @@ class DecoderCaches(LayerCaches):
     def _by_attention(
         self, index: int, keys: Tensor, values: Tensor, slots: Tensor
     ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Keys and values [n, Hkv, d] of a decoder layer and slots [n], by the attention layers with these heads."""
+        """Keys and values [n, Hkv, d] of a decoder layer and slots [n], by the attention layers
+        with these heads."""
         own = self.attentions_of(index)
         slots_of = [slots[self.group_of[at]] for at in own]
-        return zip(own, keys.chunk(len(own), dim=1), values.chunk(len(own), dim=1), slots_of, strict=True)
+        return zip(
+            own, keys.chunk(len(own), dim=1), values.chunk(len(own), dim=1), slots_of, strict=True
+        )
 
 
 def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

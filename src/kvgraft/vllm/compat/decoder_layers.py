@@ -17,13 +17,15 @@ from kvgraft.vllm.heads.attention import HeadAttention
 class DecoderLayer:
     """One decoder layer.
 
-    Most families keep a hidden state and a residual apart, which their next norm adds; others one sum (Granite, and all
-    that vLLM runs through transformers). Here every layer has both; with one sum the residual is zero.
+    Most families keep a hidden state and a residual apart, which their next norm adds; others one
+    sum (Granite, and all that vLLM runs through transformers). Here every layer has both; with one
+    sum the residual is zero.
 
     Attributes:
-        attentions: vLLM's attention layers in it, which know their parts of the cache: one, or one for each KV head.
-        attention: what is given all queries, keys and values: that one, or what hands them out; `block`: what projects
-            to it and from it.
+        attentions: vLLM's attention layers in it, which know their parts of the cache: one, or one
+            for each KV head.
+        attention: what is given all queries, keys and values: that one, or what hands them out;
+            `block`: what projects to it and from it.
         rotary: what rotates its queries and keys; None if nothing does.
 
     Raises:
@@ -34,19 +36,28 @@ class DecoderLayer:
         found = [part for part in module.modules() if isinstance(part, Attention | MLAAttention)]
         by_head = next((part for part in module.modules() if isinstance(part, HeadAttention)), None)
         if len(found) != 1 and by_head is None:
-            raise ValueError(f"{type(module).__name__} has {len(found)} attention layers: only one is supported")
+            raise ValueError(
+                f"{type(module).__name__} has {len(found)} attention layers: only one is supported"
+            )
         self.module = module
         self.attentions: list[Any] = found
         self.attention: Any = found[0] if by_head is None else by_head
         self.block: Any = next(child for child in module.children() if found[0] in child.modules())
-        self.rotary: Any = next((part.rotary_emb for part in module.modules() if hasattr(part, "rotary_emb")), None)
+        self.rotary: Any = next(
+            (part.rotary_emb for part in module.modules() if hasattr(part, "rotary_emb")), None
+        )
         self._signature = inspect.signature(module.forward)
         self.keeps_residual = "residual" in self._signature.parameters
 
-    def __call__(self, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Positions int64 [n]; hidden and residual [n, D], the latter None before the first layer -> both [n, D]."""
+    def __call__(
+        self, positions: Tensor, hidden: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Positions int64 [n]; hidden and residual [n, D], the latter None before the first layer
+        -> both [n, D]."""
         if self.keeps_residual:
-            after: tuple[Tensor, Tensor] = self.module(positions=positions, hidden_states=hidden, residual=residual)
+            after: tuple[Tensor, Tensor] = self.module(
+                positions=positions, hidden_states=hidden, residual=residual
+            )
             return after
         states = self.module(positions=positions, hidden_states=hidden)
         return states, torch.zeros_like(states)
@@ -59,7 +70,8 @@ class DecoderLayer:
         return hidden if residual is None else hidden + residual
 
     def project_output(self, attended: Tensor) -> Tensor:
-        """What the attention [n, Hq d] adds to the residual stream [n, D]; of the families in `IN_STEPS`."""
+        """What the attention [n, Hq d] adds to the residual stream [n, D]; of the families in
+        `IN_STEPS`."""
         output: Tensor = self.block.o_proj(attended)[0]
         return output
 
@@ -69,8 +81,8 @@ class DecoderLayer:
 
     @contextmanager
     def after_attention(self, output: Tensor) -> Iterator[None]:
-        """Have the layer take this [n, D] for what its attention adds to the residual that it is given, and compute
-        nothing before that; of the families in `IN_STEPS`."""
+        """Have the layer take this [n, D] for what its attention adds to the residual that it is
+        given, and compute nothing before that; of the families in `IN_STEPS`."""
         norm = self.module.input_layernorm
         with (
             replaced(norm, "forward", lambda hidden, residual: (hidden, residual)),
@@ -93,10 +105,15 @@ class TransformersLayer(DecoderLayer):
         by_kind = len(inspect.signature(rotary.forward).parameters) > 2
         self._rotary = partial(rotary, layer_type=kind) if by_kind else rotary
 
-    def __call__(self, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, positions: Tensor, hidden: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         states, places = hidden[None], positions[None]
         states = self.module(
-            states, attention_mask=None, position_ids=places, position_embeddings=self._rotary(states, places)
+            states,
+            attention_mask=None,
+            position_ids=places,
+            position_embeddings=self._rotary(states, places),
         )[0]
         return states, torch.zeros_like(states)
 
@@ -110,12 +127,17 @@ def layers_of(model: Any) -> list[DecoderLayer]:
     if not hasattr(inner, "rotary_emb"):
         return [DecoderLayer(layer) for layer in inner.layers]
     kinds = getattr(inner.config, "layer_types", None) or ["full_attention"] * len(inner.layers)
-    return [TransformersLayer(*each) for each in zip(inner.layers, [inner.rotary_emb] * len(kinds), kinds, strict=True)]
+    return [
+        TransformersLayer(*each)
+        for each in zip(inner.layers, [inner.rotary_emb] * len(kinds), kinds, strict=True)
+    ]
 
 
 def window_of(attention: Any) -> int | None:
     """How many tokens back an attention layer sees; None: all."""
-    window = getattr(attention, "sliding_window", None) or getattr(attention, "attention_chunk_size", None)
+    window = getattr(attention, "sliding_window", None) or getattr(
+        attention, "attention_chunk_size", None
+    )
     return None if window is None else int(window)
 
 

@@ -1,5 +1,6 @@
-"""The draft model of speculative decoding: its keys and values lie beside the model's, in layers of their own under the
-same block tables. They never change an answer, only which tokens are proposed."""
+"""The draft model of speculative decoding: its keys and values lie beside the model's, in layers of
+their own under the same block tables. They never change an answer, only which tokens are
+proposed."""
 
 from typing import Any
 
@@ -21,8 +22,8 @@ class Drafter:
     Attributes:
         attentions: its attention layers.
         rope: its rotary frequencies.
-        entering: layers of the model; the drafter takes what enters these for its hidden states (EAGLE-3), and what
-            leaves the last one as such a layer.
+        entering: layers of the model; the drafter takes what enters these for its hidden states
+            (EAGLE-3), and what leaves the last one as such a layer.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -34,10 +35,13 @@ class Drafter:
         self.rope = draft_rope(self._config)
         self.takes_hidden = bool(self._proposer.pass_hidden_states_to_model)
         uses_entering = runner.use_aux_hidden_state_outputs
-        self.entering = tuple(runner.get_model().model.aux_hidden_state_layers) if uses_entering else ()
+        self.entering = (
+            tuple(runner.get_model().model.aux_hidden_state_layers) if uses_entering else ()
+        )
 
     def inputs_of(self, token_ids: Tensor, where: Tensor) -> Tensor:
-        """What it reads at these places bool [T] of prompts, int64 [n]: with hidden states, the tokens behind them."""
+        """What it reads at these places bool [T] of prompts, int64 [n]: with hidden states, the
+        tokens behind them."""
         return (token_ids.roll(-1) if self.takes_hidden else token_ids)[where]
 
     def run(
@@ -61,7 +65,9 @@ class Drafter:
         given: dict[str, Tensor] = {"input_ids": token_ids.to(torch.int32), "positions": positions}
         model = self._proposer.model
         if hidden is not None:
-            given["hidden_states"] = model.combine_hidden_states(hidden) if self.entering else hidden
+            given["hidden_states"] = (
+                model.combine_hidden_states(hidden) if self.entering else hidden
+            )
         with set_forward_context(
             metadata,
             self._config,

@@ -1,4 +1,5 @@
-"""vLLM's KV cache events, which tell routers what they find where: of ours they name exact blocks only."""
+"""vLLM's KV cache events, which tell routers what they find where: of ours they name exact blocks
+only."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -9,8 +10,8 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 
 class ExactEvents:
-    """Takes out of the events what a request has hidden. To vLLM such blocks are ordinary ones, and it would publish
-    them under the prompt's own tokens, behind the last exact block.
+    """Takes out of the events what a request has hidden. To vLLM such blocks are ordinary ones, and
+    it would publish them under the prompt's own tokens, behind the last exact block.
 
     Args:
         block_pool: vLLM's, two entrances of which are replaced on this instance.
@@ -19,19 +20,31 @@ class ExactEvents:
 
     def __init__(self, block_pool: Any, first_hidden: Callable[[Any], int]) -> None:
         self._pool, self._first_hidden = block_pool, first_hidden
-        self._cache, block_pool.cache_full_blocks = block_pool.cache_full_blocks, self.cache_full_blocks
+        self._cache, block_pool.cache_full_blocks = (
+            block_pool.cache_full_blocks,
+            self.cache_full_blocks,
+        )
         self._take, block_pool.take_events = block_pool.take_events, self.take_events
-        self._new: Counter[Any] = Counter()  # hidden hashes that were cached since the last events were taken
+        # hidden hashes that were cached since the last events were taken
+        self._new: Counter[Any] = Counter()
         self._hidden: Counter[Any] = Counter()  # before that, and not removed yet
 
     def cache_full_blocks(
-        self, request: Any, blocks: Any, num_cached_blocks: int, num_full_blocks: int, *args: Any, **kwargs: Any
+        self,
+        request: Any,
+        blocks: Any,
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """As vLLM's own, which it calls."""
         self._cache(request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)
         if self._pool.enable_kv_cache_events:
             first = max(self._first_hidden(request), num_cached_blocks)
-            self._new.update(map(maybe_convert_block_hash, request.block_hashes[first:num_full_blocks]))
+            self._new.update(
+                map(maybe_convert_block_hash, request.block_hashes[first:num_full_blocks])
+            )
 
     def take_events(self) -> list[Any]:
         """As vLLM's own, which it calls."""
@@ -52,7 +65,9 @@ class ExactEvents:
 
     def _count_exact(self, block_hashes: list[Any]) -> int:
         """How many of consecutive blocks come before the first hidden one; notes the others."""
-        hidden = [block_hash in self._new or block_hash in self._hidden for block_hash in block_hashes]
+        hidden = [
+            block_hash in self._new or block_hash in self._hidden for block_hash in block_hashes
+        ]
         first = hidden.index(True) if True in hidden else len(hidden)
         for block_hash in block_hashes[first:]:
             if self._new[block_hash]:  # else it is told again
@@ -73,6 +88,9 @@ class ExactEvents:
 
 def _first_blocks(event: BlockStored, count: int) -> BlockStored | None:
     """The event of its first blocks alone."""
-    event.block_hashes, event.token_ids = event.block_hashes[:count], event.token_ids[: count * event.block_size]
+    event.block_hashes, event.token_ids = (
+        event.block_hashes[:count],
+        event.token_ids[: count * event.block_size],
+    )
     event.extra_keys = event.extra_keys and event.extra_keys[:count]
     return event if count else None

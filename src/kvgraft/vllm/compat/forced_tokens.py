@@ -1,9 +1,9 @@
-"""Answers that requests give: each token is what the request names, whatever the model would choose; log-probabilities
-are the model's.
+"""Answers that requests give: each token is what the request names, whatever the model would
+choose; log-probabilities are the model's.
 
-vLLM's logits processors, for both of its model runners. Our worker adds them to its runner: were they named in vLLM's
-configuration, the first runner would wait in every step for the tokens of the last one, whoever asks for what.
-"""
+vLLM's logits processors, for both of its model runners. Our worker adds them to its runner: were
+they named in vLLM's configuration, the first runner would wait in every step for the tokens of the
+last one, whoever asks for what."""
 
 import logging
 from collections.abc import Mapping
@@ -22,21 +22,29 @@ logger = logging.getLogger("kvgraft")
 RAW = "raw_logprobs"
 
 
-def check_forced_output(answer: tuple[int, ...], params: SamplingParams, config: VllmConfig) -> None:
-    """Raise ValueError unless a request with these parameters can have this answer, if it gives one; the message says
-    why."""
+def check_forced_output(
+    answer: tuple[int, ...], params: SamplingParams, config: VllmConfig
+) -> None:
+    """Raise ValueError unless a request with these parameters can have this answer, if it gives
+    one; the message says why."""
     if not answer:
         return
     vocabulary, mode = config.model_config.get_vocab_size(), config.model_config.logprobs_mode
     if max(answer) >= vocabulary:
         raise ValueError(f"forced_output must hold token ids below {vocabulary}, got {max(answer)}")
     if params.max_tokens is not None and len(answer) > params.max_tokens:
-        raise ValueError(f"forced_output has {len(answer)} tokens, but max_tokens is {params.max_tokens}")
+        raise ValueError(
+            f"forced_output has {len(answer)} tokens, but max_tokens is {params.max_tokens}"
+        )
     wrong = {
-        "speculative decoding, whose drafts would stand in it": config.speculative_config is not None,
-        "structured outputs, which may allow other tokens only": params.structured_outputs is not None,
-        "a budget of thinking tokens, which puts in others": params.thinking_token_budget is not None,
-        f"--logprobs-mode {mode}, which tells of the tokens given": params.logprobs is not None and mode != RAW,
+        "speculative decoding, whose drafts would stand in it": config.speculative_config
+        is not None,
+        "structured outputs, which may allow other tokens only": params.structured_outputs
+        is not None,
+        "a budget of thinking tokens, which puts in others": params.thinking_token_budget
+        is not None,
+        f"--logprobs-mode {mode}, which tells of the tokens given": params.logprobs is not None
+        and mode != RAW,
     }
     if reasons := [reason for reason, applies in wrong.items() if applies]:
         raise ValueError(f"forced_output does not go with {'; '.join(reasons)}")
@@ -54,8 +62,8 @@ class BatchAnswers(AdapterLogitsProcessor):
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> Any:
-        """What is called with the tokens of the answer so far, which may be placeholders, and logits [V]; None for a
-        request that gives no answer."""
+        """What is called with the tokens of the answer so far, which may be placeholders, and
+        logits [V]; None for a request that gives no answer."""
         answer = _answer_of(params, self._config)
         return partial(_next, answer) if answer else None
 
@@ -101,8 +109,8 @@ def _add_to_slots(runner: Any) -> None:
 
 
 def _answer_of(params: SamplingParams, config: VllmConfig) -> tuple[int, ...]:
-    """The answer that a request gives; empty if none. What cannot be given the API server has refused; elsewhere the
-    request is answered by the model."""
+    """The answer that a request gives; empty if none. What cannot be given the API server has
+    refused; elsewhere the request is answered by the model."""
     said = ((params.extra_args or {}).get("kv_transfer_params") or {}).get(KEY)
     if not isinstance(said, Mapping):
         return ()
@@ -121,7 +129,8 @@ def _next(answer: tuple[int, ...], so_far: list[int], logits: Tensor) -> Tensor:
 
 
 def _force(answer: tuple[int, ...], place: int, logits: Tensor) -> None:
-    """Leave nothing but the answer's token at this place in logits [V], as far as the answer reaches."""
+    """Leave nothing but the answer's token at this place in logits [V], as far as the answer
+    reaches."""
     if place < len(answer):
         logits.fill_(float("-inf"))
         logits[answer[place]] = 0.0

@@ -1,10 +1,11 @@
-"""What attends to the rows of a recovery, decided once for each of vLLM's attention groups when a worker starts.
+"""What attends to the rows of a recovery, decided once for each of vLLM's attention groups when a
+worker starts.
 
-A backend of vLLM takes rows as sequences, one for each run of consecutive tokens, and reads for each sequence all keys
-and values that it sees. A scattered token would read its whole prompt. Our kernel reads keys and values once for a tile
-of rows, wherever these stand, so it takes the rows of runs that are shorter than `LONG_RUN`, and the backend takes the
-others. The backend takes all rows where our kernel would not compute the same, and on CPUs.
-"""
+A backend of vLLM takes rows as sequences, one for each run of consecutive tokens, and reads for
+each sequence all keys and values that it sees. A scattered token would read its whole prompt. Our
+kernel reads keys and values once for a tile of rows, wherever these stand, so it takes the rows of
+runs that are shorter than `LONG_RUN`, and the backend takes the others. The backend takes all rows
+where our kernel would not compute the same, and on CPUs."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,11 +27,15 @@ from kvgraft.vllm.compat.pools import PoolLayout
 from kvgraft.vllm.compat.replacing import replaced
 
 logger = logging.getLogger("kvgraft")
-LONG_RUN = 64  # rows: with two query heads to a KV head or more, they fill a tile of flash attention
+# rows: with two query heads to a KV head or more, they fill a tile of flash attention
+LONG_RUN = 64
 DEVICES = ("cuda",)  # where our kernel is Triton's
-BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")  # that compute what `_PLAIN` names, and no more
-UNBOUNDED = ("FLASH_ATTN", "TRITON_ATTN")  # whose metadata is not in buffers of `max_num_seqs` sequences
-_PLAIN: dict[str, tuple[str, tuple[Any, ...]]] = {  # attribute of an implementation -> what it is; values if not used
+# that compute what `_PLAIN` names, and no more
+BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+# whose metadata is not in buffers of `max_num_seqs` sequences
+UNBOUNDED = ("FLASH_ATTN", "TRITON_ATTN")
+# attribute of an implementation -> what it is; values if not used
+_PLAIN: dict[str, tuple[str, tuple[Any, ...]]] = {
     "attn_type": ("an encoder", (AttentionType.DECODER,)),
     "sliding_window": ("a sliding window", (None, -1, (-1, -1))),
     "chunk_lookback": ("attention in chunks", (-1,)),
@@ -50,8 +55,9 @@ class GroupAttention:
         backend: of vLLM, by its name.
         pool: where our kernel finds keys and values; None if the backend attends to all rows.
         reasons: why it does.
-        max_runs: sequences that the backend can be given at a time; None for any number. If there is a limit, what its
-            metadata builder returns points into buffers that it overwrites the next time.
+        max_runs: sequences that the backend can be given at a time; None for any number. If there
+            is a limit, what its metadata builder returns points into buffers that it overwrites the
+            next time.
     """
 
     number: int
@@ -61,10 +67,14 @@ class GroupAttention:
     max_runs: int | None
 
     @classmethod
-    def of(cls, number: int, layers: Sequence[Any], config: VllmConfig, device: torch.device) -> "GroupAttention":
+    def of(
+        cls, number: int, layers: Sequence[Any], config: VllmConfig, device: torch.device
+    ) -> "GroupAttention":
         """Decide for the attention layers of a group."""
         backend = str(layers[0].attn_backend.get_name())
-        reasons = dict.fromkeys(reason for layer in layers for reason in _reasons(layer, backend, config, device))
+        reasons = dict.fromkeys(
+            reason for layer in layers for reason in _reasons(layer, backend, config, device)
+        )
         pools = set() if reasons else {PoolLayout.of(layer.kv_cache) for layer in layers}
         pool = pools.pop() if len(pools) == 1 else None
         if pool is None and not reasons:
@@ -93,9 +103,15 @@ class RecoveryAttention:
 
     @classmethod
     def of(
-        cls, groups: Iterable[tuple[int, Any]], config: VllmConfig, device: torch.device, *, drafts: bool
+        cls,
+        groups: Iterable[tuple[int, Any]],
+        config: VllmConfig,
+        device: torch.device,
+        *,
+        drafts: bool,
     ) -> "RecoveryAttention":
-        """Decide for vLLM's attention groups, each with the number of its KV cache group, and say it in the log."""
+        """Decide for vLLM's attention groups, each with the number of its KV cache group, and say
+        it in the log."""
         layers = config.compilation_config.static_forward_context
         named = [(number, [layers[name] for name in group.layer_names]) for number, group in groups]
         decided = tuple(GroupAttention.of(number, own, config, device) for number, own in named)
@@ -111,7 +127,9 @@ class RecoveryAttention:
     @property
     def max_long_runs(self) -> int | None:
         """Sequences that a backend can be given at a time, at most; None for any number."""
-        return min((group.max_runs for group in self.groups if group.max_runs is not None), default=None)
+        return min(
+            (group.max_runs for group in self.groups if group.max_runs is not None), default=None
+        )
 
     @property
     def max_runs(self) -> int | None:
@@ -125,8 +143,10 @@ class RowsMetadata:
     """How the layers of one attention group attend to some rows.
 
     Attributes:
-        backend: vLLM's metadata of the rows that its backend takes, which stand first; None if there are none.
-        pool, scattered: where our kernel finds keys and values, and the other rows; None if there are none.
+        backend: vLLM's metadata of the rows that its backend takes, which stand first; None if
+            there are none.
+        pool, scattered: where our kernel finds keys and values, and the other rows; None if there
+            are none.
     """
 
     backend: Any
@@ -143,13 +163,25 @@ class RowsMetadata:
         stock, count = impl.forward, scattered.rows[-1].stop
 
         def forward(
-            layer: Any, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, metadata: Any, output: Tensor,
+            layer: Any, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, metadata: Any,
+            output: Tensor,
             **named: Any,
         ) -> Tensor:  # fmt: skip
             first = len(query) - count
             if metadata is not None:
-                stock(layer, query[:first], key[:first], value[:first], cache, metadata, output[:first], **named)
-            segpaged_attention(query[first:], *pool.pools(cache), pool.heads, scattered, impl.scale, output[first:])
+                stock(
+                    layer,
+                    query[:first],
+                    key[:first],
+                    value[:first],
+                    cache,
+                    metadata,
+                    output[:first],
+                    **named,
+                )
+            segpaged_attention(
+                query[first:], *pool.pools(cache), pool.heads, scattered, impl.scale, output[first:]
+            )
             return output
 
         with replaced(impl, "forward", forward):
@@ -162,13 +194,15 @@ def pseudo_sequences(
     slots: Tensor,
     kernel_blocks: Callable[[Tensor], Tensor],
 ) -> CommonAttentionMetadata:
-    """What a metadata builder is given for runs of consecutive tokens, each as a sequence of its own.
+    """What a metadata builder is given for runs of consecutive tokens, each as a sequence of its
+    own.
 
     Args:
         queries: per run (prompt, first position, stop position).
         tables: per prompt its physical blocks, int [b].
         slots: int64 [n] on the device, the slot of every query, and maybe others behind them.
-        kernel_blocks: blocks of the KV cache manager, int32 [r, b] -> those of the attention kernel.
+        kernel_blocks: blocks of the KV cache manager, int32 [r, b] -> those of the attention
+            kernel.
     """
     sizes = np.array([stop - first for _, first, stop in queries], np.int32)
     seen = torch.tensor([stop for _, _, stop in queries], dtype=torch.int32)
@@ -176,7 +210,9 @@ def pseudo_sequences(
 
     width = max(map(len, tables))
     padded = np.stack([np.pad(table, (0, width - len(table))) for table in tables]).astype(np.int32)
-    rows = kernel_blocks(torch.from_numpy(padded)[torch.tensor([prompt for prompt, _, _ in queries])])
+    rows = kernel_blocks(
+        torch.from_numpy(padded)[torch.tensor([prompt for prompt, _, _ in queries])]
+    )
 
     own_starts, own_seen, own_rows = upload(slots.device, starts, seen, rows)
     return CommonAttentionMetadata(

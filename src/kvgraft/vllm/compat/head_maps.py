@@ -17,7 +17,8 @@ def works_by_head(config: VllmConfig) -> bool:
 
 
 def find_head_map(config: VllmConfig) -> HeadMap | None:
-    """The map of the server's settings, or one that lies beside the weights and fits them; None if there is none.
+    """The map of the server's settings, or one that lies beside the weights and fits them; None if
+    there is none.
 
     Raises:
         FileNotFoundError, ValueError: the settings name none, or one of another model.
@@ -28,7 +29,13 @@ def find_head_map(config: VllmConfig) -> HeadMap | None:
 
 
 def map_of_rank(head_map: HeadMap, config: VllmConfig, rank: int) -> HeadMap:
-    """That of the KV heads which a tensor-parallel rank has; where ranks outnumber heads, several have the same one."""
+    """That of the KV heads which a tensor-parallel rank has; where ranks outnumber heads, several
+    have the same one."""
     parallel, total = config.parallel_config, len(head_map.classes[0])
-    first, count = rank * total // parallel.tensor_parallel_size, config.model_config.get_num_kv_heads(parallel)
-    return msgspec.structs.replace(head_map, classes=tuple(row[first : first + count] for row in head_map.classes))
+    first, count = (
+        rank * total // parallel.tensor_parallel_size,
+        config.model_config.get_num_kv_heads(parallel),
+    )
+    return msgspec.structs.replace(
+        head_map, classes=tuple(row[first : first + count] for row in head_map.classes)
+    )

@@ -1,4 +1,5 @@
-"""How the keys of each layer turn with their position: delta-RoPE on vLLM's cache, for every family (SparseX 3.1)."""
+"""How the keys of each layer turn with their position: delta-RoPE on vLLM's cache, for every family
+(SparseX 3.1)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from vllm.config import VllmConfig
 
 from kvgraft.kv.rope import Rope, rotate_part
 
-Angles = tuple[Tensor, Tensor] | None  # cosines and sines [n, d / 2] of shifts; None where nothing turns
+# cosines and sines [n, d / 2] of shifts; None where nothing turns
+Angles = tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class KeyRotation:
         return None if self.rope is None else self.rope.table(shifts)
 
     def turn(self, keys: Tensor, angles: Angles) -> Tensor:
-        """Keys [n, Hkv, d], or differences of such, turned by these angles, or by what `by_head` made of them."""
+        """Keys [n, Hkv, d], or differences of such, turned by these angles, or by what `by_head`
+        made of them."""
         return keys if angles is None else rotate_part(keys, *angles, self.first, self.interleaved)
 
 
@@ -53,7 +56,8 @@ def rotation_of(config: VllmConfig, rotary: Any, layer: int, head_dim: int) -> K
     if rotary is None:
         return KeyRotation(None)
     size = int(getattr(rotary, "rotary_dim", head_dim))
-    within = int(getattr(rotary, "head_size", head_dim))  # less where only the last channels are its business
+    # less where only the last channels are its business
+    within = int(getattr(rotary, "head_size", head_dim))
     parameters = _rope_parameters(config.model_config.hf_text_config, layer)
     parameters.pop("partial_rotary_factor", None)  # the module knows how many channels turn
     rope = Rope.from_parameters(size, parameters, max_position=config.model_config.max_model_len)
@@ -61,7 +65,8 @@ def rotation_of(config: VllmConfig, rotary: Any, layer: int, head_dim: int) -> K
 
 
 def check_rope(config: VllmConfig, layer: int) -> None:
-    """Raise ValueError if the frequencies of a layer are not static: before there is a module that knows them."""
+    """Raise ValueError if the frequencies of a layer are not static: before there is a module that
+    knows them."""
     model = config.model_config
     given = _rope_parameters(model.hf_text_config, layer)
     size = int(model.get_head_size() * (given.pop("partial_rotary_factor", None) or 1.0))

@@ -1,8 +1,9 @@
-"""Latent attention (MLA; DeepSeek-V2, section 2.1) in vLLM: what is kept of a token is one row for all heads.
+"""Latent attention (MLA; DeepSeek-V2, section 2.1) in vLLM: what is kept of a token is one row for
+all heads.
 
-To policies that row, latent and rotated channels, is the key of the only KV head, and values have no channels. Queries
-are brought to it by the weights that vLLM absorbs when it decodes, so that scores are those of the heads.
-"""
+To policies that row, latent and rotated channels, is the key of the only KV head, and values have
+no channels. Queries are brought to it by the weights that vLLM absorbs when it decodes, so that
+scores are those of the heads."""
 
 from typing import Any
 
@@ -15,9 +16,11 @@ def is_latent(attention: Any) -> bool:
     return hasattr(attention, "kv_lora_rank")
 
 
-def parts(attention: Any, query: Tensor, latent: Tensor, turning: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the layer is called with, queries [n, H, P + R], latents [n, L] and keys [n, 1, R] -> queries [n, H, L + R],
-    keys [n, 1, L + R], values [n, 1, 0]."""
+def parts(
+    attention: Any, query: Tensor, latent: Tensor, turning: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the layer is called with, queries [n, H, P + R], latents [n, L] and keys [n, 1, R] ->
+    queries [n, H, L + R], keys [n, 1, L + R], values [n, 1, 0]."""
     content, rotated = query.split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], dim=-1)
     absorbed = torch.einsum("nhp,hpl->nhl", content, attention.W_UK_T)
     keys = torch.cat((latent[:, None], turning), -1)

@@ -1,4 +1,5 @@
-"""What lies in vLLM's KV cache, layer by layer, as numbers of the model's dtype: read, written, cleared."""
+"""What lies in vLLM's KV cache, layer by layer, as numbers of the model's dtype: read, written,
+cleared."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from kvgraft.vllm.compat.support import UnsupportedConfiguration
 
 @dataclass(frozen=True)
 class Places:
-    """Where tokens lie, worked out once for all layers: in some blocks of the attention kernel int64 [b], as rows of
-    these int64 [n], or as a slice if they follow each other; in a cache that is not packed, blocks and offsets [n]."""
+    """Where tokens lie, worked out once for all layers: in some blocks of the attention kernel
+    int64 [b], as rows of these int64 [n], or as a slice if they follow each other; in a cache that
+    is not packed, blocks and offsets [n]."""
 
     blocks: Tensor
     rows: Tensor | slice
@@ -71,7 +73,8 @@ class LayerCaches:
         return decode(keys, k_scale, self.dtype), decode(values, v_scale, self.dtype)
 
     def read_codes(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """As `read`, but without their scales where the cache is quantised: as the cache holds them."""
+        """As `read`, but without their scales where the cache is quantised: as the cache holds
+        them."""
         return self.codes_at(index, self.places_of(slots, packed=self.is_packed(index)))
 
     def is_packed(self, index: int) -> bool:
@@ -94,10 +97,13 @@ class LayerCaches:
         if self.is_packed(index):
             attention = self.attentions[index]
             taken = attention.kv_cache.index_select(0, places.blocks)
-            packed = unpack(taken, attention.head_size, attention.isa, self.dtype, self.cache_dtype)  # [b, H, N, d]
+            # [b, H, N, d]
+            packed = unpack(taken, attention.head_size, attention.isa, self.dtype, self.cache_dtype)
             by_token = (part.transpose(1, 2).flatten(0, 1) for part in packed)
             keys, values = (
-                part[places.rows] if isinstance(places.rows, slice) else part.index_select(0, places.rows)
+                part[places.rows]
+                if isinstance(places.rows, slice)
+                else part.index_select(0, places.rows)
                 for part in by_token
             )
         else:
@@ -106,25 +112,30 @@ class LayerCaches:
         return as_codes(keys, self.cache_dtype), as_codes(values, self.cache_dtype)
 
     def rows_of(self, index: int) -> Tensor:
-        """The codes of a layer's cache, [blocks, Hkv, N, W]: keys, and values beside them if there are any; rows of
-        numbers if it is not packed."""
+        """The codes of a layer's cache, [blocks, Hkv, N, W]: keys, and values beside them if there
+        are any; rows of numbers if it is not packed."""
         return as_codes(self._stored(index), self.cache_dtype)
 
     def coded(self, numbers: Tensor) -> Tensor:
         """The nearest codes of numbers that have no scale."""
-        return encode(numbers, 1.0, self.code_dtype) if self._is_quantised else numbers.to(self.code_dtype)
+        return (
+            encode(numbers, 1.0, self.code_dtype)
+            if self._is_quantised
+            else numbers.to(self.code_dtype)
+        )
 
     def write_codes(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Store what `read_codes` has read, from whatever slots of this layer: bit for bit."""
         self._update(index, *self._as_written(index, keys, values), slots)
 
     def read_again(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values in these slots, each [n, Hkv, d], as `store` takes them to store them bit for bit."""
+        """Keys and values in these slots, each [n, Hkv, d], as `store` takes them to store them bit
+        for bit."""
         return self._as_written(index, *self.read_codes(index, slots))
 
     def store(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Store keys and values [n, Hkv, d] that were computed, as the model's own attention does: where the cache is
-        quantised it may round otherwise than `write`."""
+        """Store keys and values [n, Hkv, d] that were computed, as the model's own attention does:
+        where the cache is quantised it may round otherwise than `write`."""
         self._update(index, keys, values, slots)
 
     def _as_written(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,11 +145,14 @@ class LayerCaches:
         return as_written(keys, k_scale, dtype), as_written(values, v_scale, dtype)
 
     def write(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Store keys and values [n, Hkv, d] in these slots, packed as the backend wants them; where the cache is
-        quantised, the nearest numbers that it has."""
+        """Store keys and values [n, Hkv, d] in these slots, packed as the backend wants them; where
+        the cache is quantised, the nearest numbers that it has."""
         if self._is_quantised:
             k_scale, v_scale = self._scales(index)
-            keys, values = encode(keys, k_scale, self.code_dtype), encode(values, v_scale, self.code_dtype)
+            keys, values = (
+                encode(keys, k_scale, self.code_dtype),
+                encode(values, v_scale, self.code_dtype),
+            )
         self.write_codes(index, keys, values, slots)
 
     def _update(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -147,16 +161,20 @@ class LayerCaches:
         if self.is_latent:
             latent.write(attention, keys, slots)
             return
-        attention.impl.do_kv_cache_update(attention, keys.contiguous(), values.contiguous(), attention.kv_cache, slots)
+        attention.impl.do_kv_cache_update(
+            attention, keys.contiguous(), values.contiguous(), attention.kv_cache, slots
+        )
 
     def note_written(self, index: int, slots: Callable[[], Tensor]) -> None:
-        """Let a flow know of slots int64 [n] that a kernel has written to past the attention, if one decodes here."""
+        """Let a flow know of slots int64 [n] that a kernel has written to past the attention, if
+        one decodes here."""
         note = getattr(self.attentions[index].impl, "note_written", None)
         if note is not None:
             note(self.attentions[index].kv_cache, slots())
 
     def clear(self, blocks: Tensor) -> None:
-        """Zero whole blocks int64 [b] in every layer: kernels multiply the unused tail of a block, NaN included."""
+        """Zero whole blocks int64 [b] in every layer: kernels multiply the unused tail of a block,
+        NaN included."""
         self._clear(self.attentions, blocks)
 
     def _clear(self, attentions: Sequence[Any], blocks: Tensor) -> None:
@@ -175,7 +193,8 @@ class LayerCaches:
         return cache[:, None] if self.is_latent else cache
 
     def _kernel_blocks(self, blocks: Tensor) -> Tensor:
-        """Blocks of the KV cache manager [r, b] -> those of the attention kernel, which may be smaller."""
+        """Blocks of the KV cache manager [r, b] -> those of the attention kernel, which may be
+        smaller."""
         ratio = self.block_size // self._kernel_block_size
         if ratio == 1:
             return blocks
@@ -185,10 +204,15 @@ class LayerCaches:
         """Write to the null block, which nothing reads, and read it back."""
         kinds = {type(attention.impl).__name__: at for at, attention in enumerate(self.attentions)}
         if any(attention._k_scale.numel() != 1 for attention in self.attentions):
-            raise UnsupportedConfiguration(f"KVGraft cannot read KV of {', '.join(kinds)} with a scale for each head")
+            raise UnsupportedConfiguration(
+                f"KVGraft cannot read KV of {', '.join(kinds)} with a scale for each head"
+            )
         generator = torch.Generator().manual_seed(0)
         shape = (self.block_size, self.num_kv_heads, self.head_dim)
-        drawn = [torch.randn(shape, generator=generator).to(self.device, self.code_dtype) for _ in range(2)]
+        drawn = [
+            torch.randn(shape, generator=generator).to(self.device, self.code_dtype)
+            for _ in range(2)
+        ]
         slots = torch.arange(self.block_size, device=self.device)
         for name, at in kinds.items():
             self.write_codes(at, drawn[0], drawn[1], slots)

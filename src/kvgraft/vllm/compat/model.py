@@ -31,7 +31,8 @@ from kvgraft.vllm.groups import order_of
 
 NO_SLOT = -1  # vLLM's slot of padding
 TOKEN_ID_DTYPE = torch.int32  # of vLLM's runners: what a compiled model was compiled for
-TURNING_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of keys, relative
+# of keys, relative
+TURNING_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class _Stop(Exception):
@@ -39,24 +40,27 @@ class _Stop(Exception):
 
 
 class ModelHost(DecoderCaches):
-    """The loaded model and its cache, as the recovery loop needs them (on one tensor-parallel rank).
+    """The loaded model and its cache, as the recovery loop needs them (on one tensor-parallel
+    rank).
 
     Args:
         runner: vLLM's model runner, V1 or V2, after its KV cache was set up.
         residual_layers: layers of which the residual stream that enters them is kept.
 
     Attributes:
-        attentions: of the decoder layers, one each, or one for each KV head; behind them those of the draft model, if
-            there is one.
+        attentions: of the decoder layers, one each, or one for each KV head; behind them those of
+            the draft model, if there is one.
         rotations: by attention layer, how its keys turn.
         windows: by decoder layer, how many tokens back it sees (None: all).
         attention: what attends to the rows of a recovery.
         head_paging: whether each KV head is an attention layer.
-        fused_operators: a context in which layers run vLLM's fused kernels, though the server is compiled.
+        fused_operators: a context in which layers run vLLM's fused kernels, though the server is
+            compiled.
         runs_as_one: whether `run_model` can take the place of all layers, one after the other.
 
     Raises:
-        UnsupportedConfiguration: the cache layout is none that we can read, or keys do not turn as the config says.
+        UnsupportedConfiguration: the cache layout is none that we can read, or keys do not turn as
+            the config says.
     """
 
     def __init__(self, runner: Any, residual_layers: Iterable[int] = ()) -> None:
@@ -66,9 +70,16 @@ class ModelHost(DecoderCaches):
         self.layers = layers_of(self._model)
         self.num_layers = len(self.layers)
         order = order_of([group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups])
-        groups = [(order.index(number), group) for number, of in enumerate(runner.attn_groups) for group in of]
+        groups = [
+            (order.index(number), group)
+            for number, of in enumerate(runner.attn_groups)
+            for group in of
+        ]
         self._builders = [group.get_metadata_builder() for _, group in groups]
-        sizes = int(self.config.cache_config.block_size), int(self._builders[0].kv_cache_spec.block_size)
+        sizes = (
+            int(self.config.cache_config.block_size),
+            int(self._builders[0].kv_cache_spec.block_size),
+        )
         self._group_of_builder = [number for number, _ in groups]
         names = [attention.layer_name for layer in self.layers for attention in layer.attentions]
         places = {name: at for at, (_, group) in enumerate(groups) for name in group.layer_names}
@@ -89,14 +100,17 @@ class ModelHost(DecoderCaches):
         ]
         self.windows = [window_of(layer.attention) for layer in self.layers]
         self.fused_operators = FusedOperators(self.config, (layer.module for layer in self.layers))
-        self.max_rows = int(self.config.scheduler_config.max_num_batched_tokens)  # vLLM has profiled this many
+        # vLLM has profiled this many
+        self.max_rows = int(self.config.scheduler_config.max_num_batched_tokens)
         self._check_turning()
         self.drafter = Drafter(runner) if has_draft_model(self.config) else None
         if self.drafter is not None:  # in the main group, which is the only one there
             self.attentions = [*self.attentions, *self.drafter.attentions]
             self.group_of += [0] * len(self.drafter.attentions)
             self.rotations += [KeyRotation(self.drafter.rope)] * len(self.drafter.attentions)
-        self.attention = RecoveryAttention.of(groups, self.config, self.device, drafts=self.drafter is not None)
+        self.attention = RecoveryAttention.of(
+            groups, self.config, self.device, drafts=self.drafter is not None
+        )
         self.num_blocks = int(self.config.cache_config.num_gpu_blocks or 0)
         self.hidden_size = int(self.config.model_config.get_hidden_size())
         shape = (self.num_blocks * self.block_size, self.hidden_size, self.dtype, self.device)
@@ -118,9 +132,12 @@ class ModelHost(DecoderCaches):
         return range(self._attentions_of[-1].stop, len(self.attentions))
 
     def normed(self, states: Tensor) -> Tensor:
-        """Hidden states and residuals [n, 2, D] that left the last layer -> what the model gives [n, D]."""
+        """Hidden states and residuals [n, 2, D] that left the last layer -> what the model gives
+        [n, D]."""
         hidden, residual = states[:, 0].contiguous(), states[:, 1].contiguous()
-        return output_states(self._model, hidden, residual, keeps_residual=self.layers[-1].keeps_residual)
+        return output_states(
+            self._model, hidden, residual, keeps_residual=self.layers[-1].keeps_residual
+        )
 
     def logits(self, states: Tensor) -> Tensor:
         """What has left the final norm [n, D] -> float32 [n, V], gathered on every rank."""
@@ -146,7 +163,8 @@ class ModelHost(DecoderCaches):
         num_long: int,
         scattered: Sequence[AttentionLayout | None],
     ) -> list[RowsMetadata]:
-        """What `run_layer` takes, by metadata builder: of runs as pseudo-sequences, from the backend's own (dense) one.
+        """What `run_layer` takes, by metadata builder: of runs as pseudo-sequences, from the
+        backend's own (dense) one.
 
         Args:
             queries: per run (prompt, first position, stop position).
@@ -156,7 +174,9 @@ class ModelHost(DecoderCaches):
             scattered: by builder the queries that our kernel takes, if it takes any.
         """
         found = []
-        for builder, group, layout in zip(self._builders, self.attention.groups, scattered, strict=True):
+        for builder, group, layout in zip(
+            self._builders, self.attention.groups, scattered, strict=True
+        ):
             runs, backend = queries if layout is None else queries[:num_long], None
             if runs:
                 common = self.common_metadata(runs, tables[group.number], slots[group.number])
@@ -180,8 +200,9 @@ class ModelHost(DecoderCaches):
         residual: Tensor | None,
         before_attention: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One stock decoder layer: writes KV to slots int64 [groups, n]; returns hidden, residual [n, D] and queries
-        [n, Hq, d]. `before_attention` is called when the KV is written, and may change any of it."""
+        """One stock decoder layer: writes KV to slots int64 [groups, n]; returns hidden, residual
+        [n, D] and queries [n, Hq, d]. `before_attention` is called when the KV is written, and may
+        change any of it."""
         seen: list[Tensor] = []
         apart = before_attention is not None and self._stores_apart(index)
 
@@ -209,12 +230,13 @@ class ModelHost(DecoderCaches):
     ) -> Tensor:
         """Run all layers in one forward of the stock model, compiled if the server is.
 
-        Takes token ids of `TOKEN_ID_DTYPE` [n] and writes KV to slots int64 [groups, n]. Returns what leaves the final
-        norm, [n, D]. `before_attention` has by
-        layer what is called when the KV of that layer is written. Only if `runs_as_one`.
-        """
+        Takes token ids of `TOKEN_ID_DTYPE` [n] and writes KV to slots int64 [groups, n]. Returns
+        what leaves the final norm, [n, D]. `before_attention` has by layer what is called when the
+        KV of that layer is written. Only if `runs_as_one`."""
         with ExitStack() as stack:
-            stack.enter_context(self._context(range(self.num_layers), slots, metadata, compiled=True))
+            stack.enter_context(
+                self._context(range(self.num_layers), slots, metadata, compiled=True)
+            )
             for index, act in before_attention.items():
                 stack.enter_context(before_attending(self._attention_of(index), act))
             states: Tensor = self._model(
@@ -225,7 +247,9 @@ class ModelHost(DecoderCaches):
             )
         return states
 
-    def project(self, index: int, slots: Tensor, positions: Tensor, hidden: Tensor, residual: Tensor | None) -> Tensor:
+    def project(
+        self, index: int, slots: Tensor, positions: Tensor, hidden: Tensor, residual: Tensor | None
+    ) -> Tensor:
         """The first step of a layer: writes KV to slots; returns the queries [n, Hq, d]."""
         query, key, value = self.heads_of(index, slots, positions, hidden, residual)
         self.store_layer(index, key, value, slots)
@@ -234,7 +258,8 @@ class ModelHost(DecoderCaches):
     def heads_of(
         self, index: int, slots: Tensor, positions: Tensor, hidden: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [n, Hq, d], keys and values [n, Hkv, d] of a layer, of which nothing is written."""
+        """Queries [n, Hq, d], keys and values [n, Hkv, d] of a layer, of which nothing is
+        written."""
         seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
         def stop(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -245,8 +270,11 @@ class ModelHost(DecoderCaches):
             self.layers[index](positions, hidden, residual)
         return seen[0]
 
-    def add_attention(self, index: int, attended: Tensor, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention [n, Hq, d] and what entered the layer [n, D] -> hidden state and residual behind it [n, D]."""
+    def add_attention(
+        self, index: int, attended: Tensor, hidden: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Attention [n, Hq, d] and what entered the layer [n, D] -> hidden state and residual
+        behind it [n, D]."""
         self.adapters.map_rows(len(attended))
         return self.layers[index].project_output(attended.flatten(1)), hidden + residual
 
@@ -256,14 +284,20 @@ class ModelHost(DecoderCaches):
         return not self.head_paging and head_attention.attends_by_head(self.attentions[0])
 
     def head_metadata(self, index: int, common: Any, num_heads: int) -> Any:
-        """For `attend_heads` of so many KV heads at a layer, from `common_metadata` of its group."""
-        return head_attention.metadata_of(self._builders[self._builder_of[index]], common, num_heads)
+        """For `attend_heads` of so many KV heads at a layer, from `common_metadata` of its
+        group."""
+        return head_attention.metadata_of(
+            self._builders[self._builder_of[index]], common, num_heads
+        )
 
     def attend_heads(self, index: int, heads: slice, query: Tensor, metadata: Any) -> Tensor:
-        """The stock attention of some KV heads, from their queries [n, Hq, d] to what is cached of them: [n, Hq, d]."""
+        """The stock attention of some KV heads, from their queries [n, Hq, d] to what is cached of
+        them: [n, Hq, d]."""
         return head_attention.attend(self.attentions[index], heads, query, metadata)
 
-    def feed_forward(self, index: int, positions: Tensor, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def feed_forward(
+        self, index: int, positions: Tensor, hidden: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The rest of a layer, from what `add_attention` has returned."""
         layer = self.layers[index]
         with self._context([index], self._no_slots(positions)), layer.after_attention(hidden):
@@ -277,10 +311,10 @@ class ModelHost(DecoderCaches):
         residual: Tensor | None,
         attend: Callable[[Tensor, Tensor, Tensor], Tensor | None],
     ) -> tuple[Tensor, Tensor] | None:
-        """One stock decoder layer with another attention in place of its own: `attend` is given queries [n, Hq, d],
-        keys and values [n, Hkv, d] and returns [n, Hq, d]; or None, and there the layer ends. The cache stays as it is,
-        and so do the residual streams: these tokens have no slots.
-        """
+        """One stock decoder layer with another attention in place of its own: `attend` is given
+        queries [n, Hq, d], keys and values [n, Hkv, d] and returns [n, Hq, d]; or None, and there
+        the layer ends. The cache stays as it is, and so do the residual streams: these tokens have
+        no slots."""
 
         def forward(*given: Any, **_: Any) -> Tensor:
             attended = attend(*self._parts(index, given))
@@ -289,19 +323,34 @@ class ModelHost(DecoderCaches):
             return attended.flatten(1)
 
         layer = self.layers[index]
-        with self._context([index], self._no_slots(positions)), layer.attending(forward), suppress(_Stop):
+        with (
+            self._context([index], self._no_slots(positions)),
+            layer.attending(forward),
+            suppress(_Stop),
+        ):
             return layer(positions, hidden, residual)
         return None
 
     def pool_layout(self, index: int) -> tuple[PoolLayout, Rope] | None:
-        """How a layer's cache lies in memory and how its keys turn, where it is rows of the model's numbers and all
-        channels turn in halves: what `kv_changes` and `copy_changed` take. None elsewhere."""
+        """How a layer's cache lies in memory and how its keys turn, where it is rows of the model's
+        numbers and all channels turn in halves: what `kv_changes` and `copy_changed` take. None
+        elsewhere."""
         at, *others = self.attentions_of(index)
         rope = self.rotations[at].rope
-        if others or self.rounds or self.is_latent or self.is_packed(at) or not self.rotations[at].is_plain:
+        if (
+            others
+            or self.rounds
+            or self.is_latent
+            or self.is_packed(at)
+            or not self.rotations[at].is_plain
+        ):
             return None
         layout = PoolLayout.of(self.attentions[at].kv_cache)
-        return None if layout is None or rope is None or rope.head_dim != self.head_dim else (layout, rope)
+        return (
+            None
+            if layout is None or rope is None or rope.head_dim != self.head_dim
+            else (layout, rope)
+        )
 
     def rotate_keys(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
         """What turns a layer's keys [n, Hkv, d] by so many positions int64 [n]."""
@@ -310,19 +359,25 @@ class ModelHost(DecoderCaches):
         return lambda index, keys: rotations[index].turn(keys, angles[rotations[index]])
 
     def clear_drafts(self, blocks: Tensor) -> None:
-        """Zero whole blocks int64 [b] of the draft model, which must not see what others have left there."""
+        """Zero whole blocks int64 [b] of the draft model, which must not see what others have left
+        there."""
         self._clear([self.attentions[at] for at in self.draft_attentions], blocks)
 
     def _check_turning(self) -> None:
-        """Compute keys of the same states at two places, and turn those of the first to the second."""
+        """Compute keys of the same states at two places, and turn those of the first to the
+        second."""
         generator, count = torch.Generator().manual_seed(0), 8
         last = self.config.model_config.max_model_len - count
-        tokens = torch.randint(self.config.model_config.get_vocab_size(), (count,), generator=generator)
+        tokens = torch.randint(
+            self.config.model_config.get_vocab_size(), (count,), generator=generator
+        )
         hidden, first = self.embed(tokens.to(self.device)), torch.arange(count, device=self.device)
         turn = self.rotate_keys(torch.full_like(first, last))
         for index in range(self.num_layers):
             keys = [self._keys_of(index, at, hidden) for at in (first, first + last)]
-            if (turn(index, keys[0]) - keys[1]).norm() > TURNING_TOLERANCE[self.dtype] * keys[1].norm():
+            if (turn(index, keys[0]) - keys[1]).norm() > TURNING_TOLERANCE[self.dtype] * keys[
+                1
+            ].norm():
                 raise UnsupportedConfiguration(
                     f"KVGraft cannot turn the keys of layer {index}: RoPE is not as it seems"
                 )
@@ -331,11 +386,14 @@ class ModelHost(DecoderCaches):
         """Keys [n, Hkv, d] of hidden states [n, D] that enter a layer at these positions."""
         seen: list[Tensor] = []
         residual = torch.zeros_like(hidden) if index else None
-        self.run_around(index, positions, hidden.clone(), residual, lambda query, key, value: seen.append(key))
+        self.run_around(
+            index, positions, hidden.clone(), residual, lambda query, key, value: seen.append(key)
+        )
         return seen[0].float()
 
     def _parts(self, index: int, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """What an attention layer is called with, by head: queries [n, Hq, d], keys and values [n, Hkv, d]."""
+        """What an attention layer is called with, by head: queries [n, Hq, d], keys and values [n,
+        Hkv, d]."""
         if self.is_latent:
             return latent.parts(self.layers[index].attention, *given[:3])
         query, key, value = (rows.view(rows.shape[0], -1, self.head_dim) for rows in given[:3])
@@ -359,13 +417,21 @@ class ModelHost(DecoderCaches):
         self.adapters.map_rows(count)
         named = [(self.attentions[at], at) for index in layers for at in self.attentions_of(index)]
         places = {attention.layer_name: slots[self.group_of[at]] for attention, at in named}
-        given = {attention.layer_name: metadata[self._builder_of[at]].backend for attention, at in named if metadata}
+        given = {
+            attention.layer_name: metadata[self._builder_of[at]].backend
+            for attention, at in named
+            if metadata
+        }
         with ExitStack() as stack:
             for attention, at in named if metadata else ():
                 stack.enter_context(metadata[self._builder_of[at]].attending(attention))
             stack.enter_context(
                 set_forward_context(
-                    given or None, self.config, num_tokens=count, slot_mapping=places, skip_compiled=not compiled
+                    given or None,
+                    self.config,
+                    num_tokens=count,
+                    slot_mapping=places,
+                    skip_compiled=not compiled,
                 )
             )
             yield
@@ -382,7 +448,8 @@ class ModelHost(DecoderCaches):
         return self.attentions[at]
 
     def _stores_apart(self, index: int) -> bool:
-        """Whether the attention of a layer stores keys and values, in its one cache, before its backend is called."""
+        """Whether the attention of a layer stores keys and values, in its one cache, before its
+        backend is called."""
         first, *others = (self.attentions[at] for at in self.attentions_of(index))
         return not (others or self.is_latent or first.attn_backend.forward_includes_kv_cache_update)
 

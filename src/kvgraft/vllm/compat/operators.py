@@ -1,9 +1,9 @@
-"""vLLM's fused kernels for decoder layers that are called one by one, where the model itself is compiled.
+"""vLLM's fused kernels for decoder layers that are called one by one, where the model itself is
+compiled.
 
-In a compiled server norms, rotary embeddings and activations are plain torch operators, for Inductor to
-fuse (`custom_ops: none`). Outside of the compiled graph each of these operators is a launch: 62 in a
-layer of Qwen3 on CUDA, where the fused kernels are 12.
-"""
+In a compiled server norms, rotary embeddings and activations are plain torch operators, for
+Inductor to fuse (`custom_ops: none`). Outside of the compiled graph each of these operators is a
+launch: 62 in a layer of Qwen3 on CUDA, where the fused kernels are 12."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -20,18 +20,24 @@ from vllm.platforms import current_platform
 
 
 def takes_any_rows(config: VllmConfig) -> bool:
-    """Whether the model, as vLLM compiles it, takes any number of token ids and calls attention as it is.
+    """Whether the model, as vLLM compiles it, takes any number of token ids and calls attention as
+    it is.
 
     It does not where rows must be a multiple of the ranks (sequence parallelism), embeddings are
     given in place of token ids, or the attention also quantises its output.
     """
     passes = config.compilation_config.pass_config
     has_sequence_parallelism = getattr(passes, "enable_sp", False)  # vLLM 0.31
-    return not (has_sequence_parallelism or config.model_config.enable_prompt_embeds or passes.fuse_attn_quant)
+    return not (
+        has_sequence_parallelism
+        or config.model_config.enable_prompt_embeds
+        or passes.fuse_attn_quant
+    )
 
 
 class FusedOperators:
-    """The operators of some modules that vLLM would run as fused kernels, were the model not compiled.
+    """The operators of some modules that vLLM would run as fused kernels, were the model not
+    compiled.
 
     Those that `custom_ops` names, as "-rms_norm", stay as they are.
 
@@ -44,8 +50,12 @@ class FusedOperators:
         self._providers: dict[str, list[str]] = {}
         if config.compilation_config.mode == CompilationMode.NONE:
             return
-        refused = {name[1:] for name in config.compilation_config.custom_ops if name.startswith("-")}
-        found = (part for module in modules for part in module.modules() if isinstance(part, CustomOp))
+        refused = {
+            name[1:] for name in config.compilation_config.custom_ops if name.startswith("-")
+        }
+        found = (
+            part for module in modules for part in module.modules() if isinstance(part, CustomOp)
+        )
         with set_current_vllm_config(config):
             for operator in dict.fromkeys(found):
                 kernel = None if operator.name in refused else _kernel_of(operator)
@@ -56,7 +66,9 @@ class FusedOperators:
         eager.compilation_config.mode = CompilationMode.NONE
         self._providers = {
             name: providers
-            for name, providers in asdict(current_platform.get_default_ir_op_priority(eager)).items()
+            for name, providers in asdict(
+                current_platform.get_default_ir_op_priority(eager)
+            ).items()
             if providers
         }
 
@@ -65,7 +77,9 @@ class FusedOperators:
         """Run them as fused kernels meanwhile."""
         with ExitStack() as stack:
             for operator, kernel in self._kernels:
-                stack.callback(partial(setattr, operator, "_forward_method", operator._forward_method))
+                stack.callback(
+                    partial(setattr, operator, "_forward_method", operator._forward_method)
+                )
                 operator._forward_method = kernel
             for name, providers in self._providers.items():
                 stack.enter_context(IrOp.registry[name].set_priority(providers))
@@ -75,9 +89,11 @@ class FusedOperators:
 
 
 def _kernel_of(operator: CustomOp) -> Callable[..., Any] | None:
-    """What an operator that runs natively would run on this platform; None if it has nothing else."""
+    """What an operator that runs natively would run on this platform; None if it has nothing
+    else."""
     running = operator._forward_method
-    if getattr(running, "_torchdynamo_orig_callable", running) != operator.forward_native:  # some are compiled alone
+    # some are compiled alone
+    if getattr(running, "_torchdynamo_orig_callable", running) != operator.forward_native:
         return None
     enforced, operator._enforce_enable = operator._enforce_enable, True
     kernel: Callable[..., Any] = operator.dispatch_forward(compile_native=False)

@@ -11,7 +11,9 @@ from kvgraft.vllm.compat.cache_dtype import as_codes
 _DIGITS, _BASE = 8, 8  # numbers below 8 are exact in every dtype of a cache
 
 
-def unpack(blocks: Tensor, head_dim: int, isa: str, dtype: torch.dtype, cache_dtype: str) -> tuple[Tensor, Tensor]:
+def unpack(
+    blocks: Tensor, head_dim: int, isa: str, dtype: torch.dtype, cache_dtype: str
+) -> tuple[Tensor, Tensor]:
     """Keys and values of whole blocks [b, H, N, 2 d] of a CPU cache, each [b, H, N, d].
 
     Args:
@@ -33,8 +35,11 @@ def _unpacked(half: Tensor, order: Tensor, size: int, head_dim: int) -> Tensor:
 
 
 @cache
-def _orders(size: int, head_dim: int, isa: str, dtype: torch.dtype, cache_dtype: str) -> tuple[Tensor, Tensor]:
-    """Of keys and of values, int64 [N * d]: where this instruction set keeps element (token, dim) of a block.
+def _orders(
+    size: int, head_dim: int, isa: str, dtype: torch.dtype, cache_dtype: str
+) -> tuple[Tensor, Tensor]:
+    """Of keys and of values, int64 [N * d]: where this instruction set keeps element (token, dim)
+    of a block.
 
     Found by writing numbered keys and values, digit by digit.
     """
@@ -45,7 +50,9 @@ def _orders(size: int, head_dim: int, isa: str, dtype: torch.dtype, cache_dtype:
         written = (numbers // _BASE**digit % _BASE).to(dtype).contiguous()
         scratch = torch.zeros(1, 1, 2 * size, head_dim, dtype=stored)
         packed = scratch.chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(written, written, *packed, torch.arange(size), isa, kv_cache_dtype=cache_dtype)
+        ops.cpu_attn_reshape_and_cache(
+            written, written, *packed, torch.arange(size), isa, kv_cache_dtype=cache_dtype
+        )
         places += as_codes(scratch, cache_dtype).float().long().view(2, -1) * _BASE**digit
     keys, values = places.argsort(dim=1)
     return keys, values

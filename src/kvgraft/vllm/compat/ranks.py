@@ -17,12 +17,13 @@ AGREEMENT_SECONDS = 10.0  # between the first rank that is done with a piece of 
 
 
 def all_succeeded(success: bool) -> bool:
-    """Whether this rank and all others have; each calls this when a piece of work has ended, however it has.
+    """Whether this rank and all others have; each calls this when a piece of work has ended,
+    however it has.
 
-    A rank that failed alone comes here while others wait for it in a collective inside of vLLM's layers, which nobody
-    can call off. If not all have come after AGREEMENT_SECONDS, this process ends: vLLM's executor notices, ends the
-    others and then the engine, and clients are told that it is dead.
-    """
+    A rank that failed alone comes here while others wait for it in a collective inside of vLLM's
+    layers, which nobody can call off. If not all have come after AGREEMENT_SECONDS, this process
+    ends: vLLM's executor notices, ends the others and then the engine, and clients are told that it
+    is dead."""
     if get_tensor_model_parallel_world_size() == 1:
         return success
     verdict = torch.tensor([success], dtype=torch.int32)
@@ -33,7 +34,10 @@ def all_succeeded(success: bool) -> bool:
             verdict, torch.distributed.ReduceOp.MIN, get_tp_group().cpu_group, async_op=True
         ).wait(timedelta(seconds=AGREEMENT_SECONDS))
     except Exception:
-        logger.critical("another rank neither failed nor succeeded as this one did: this one ends", exc_info=True)
+        logger.critical(
+            "another rank neither failed nor succeeded as this one did: this one ends",
+            exc_info=True,
+        )
         os._exit(1)  # an ordinary exit would wait for the collective
     return bool(verdict)
 

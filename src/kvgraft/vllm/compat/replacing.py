@@ -23,7 +23,8 @@ def replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None
 
 @contextmanager
 def before_attending(attention: Any, act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` whenever one of vLLM's attention layers has stored keys and values and is about to attend.
+    """Call `act` whenever one of vLLM's attention layers has stored keys and values and is about to
+    attend.
 
     vLLM's operators find the implementation when they run, so this holds in compiled graphs, too.
     """

@@ -1,6 +1,7 @@
-"""How the report of a request gets past a stop string. vLLM's front end looks for these, ends the answer by itself and
-aborts the request in the engine, whose last word on it never comes. So the report goes ahead, in the one field of an
-engine output that is free text and that vLLM passes on whatever its settings are."""
+"""How the report of a request gets past a stop string. vLLM's front end looks for these, ends the
+answer by itself and aborts the request in the engine, whose last word on it never comes. So the
+report goes ahead, in the one field of an engine output that is free text and that vLLM passes on
+whatever its settings are."""
 
 import json
 from typing import Any
@@ -25,27 +26,34 @@ def stop_sending(request: Any) -> None:
 
 
 class StoppedReports:
-    """The front end's side: keeps what went ahead, for as long as the answer lasts, and hands it out with its end. Of
-    several answers to one prompt (`n`), which the engine computes as requests of their own, all have the report of the
-    first: vLLM passes on that of whichever ends last, and this one may have found the first one's KV.
+    """The front end's side: keeps what went ahead, for as long as the answer lasts, and hands it
+    out with its end. Of several answers to one prompt (`n`), which the engine computes as requests
+    of their own, all have the report of the first: vLLM passes on that of whichever ends last, and
+    this one may have found the first one's KV.
 
     Args:
-        output_processor: that of vLLM's engine client, one entrance of which is replaced on this instance.
+        output_processor: that of vLLM's engine client, one entrance of which is replaced on this
+            instance.
     """
 
     def __init__(self, output_processor: Any) -> None:
         self._processor = output_processor
-        self._process, output_processor.process_outputs = output_processor.process_outputs, self.process_outputs
-        self._kept: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # by vLLM's state of the request
-        self._of_first: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # by that of all answers
+        self._process, output_processor.process_outputs = (
+            output_processor.process_outputs,
+            self.process_outputs,
+        )
+        # by vLLM's state of the request
+        self._kept: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+        # by that of all answers
+        self._of_first: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
     def __len__(self) -> int:
         """Reports that are kept."""
         return len(self._kept)
 
     def process_outputs(self, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's own, which it calls. Any output may turn out to be the last one, but by the engine's leave only
-        one that has parameters of its own."""
+        """As vLLM's own, which it calls. Any output may turn out to be the last one, but by the
+        engine's leave only one that has parameters of its own."""
         for output in outputs:
             state = self._processor.request_states.get(output.request_id)
             if state is None:

@@ -1,4 +1,5 @@
-"""What enters chosen layers of vLLM's model, kept for every slot of its cache (cross-query reuse)."""
+"""What enters chosen layers of vLLM's model, kept for every slot of its cache (cross-query
+reuse)."""
 
 from collections.abc import Iterable
 
@@ -10,10 +11,11 @@ from kvgraft.vllm.compat.decoder_layers import DecoderLayer
 
 
 class ResidualStreams:
-    """Beside the KV cache, the residual stream that enters some layers; whoever computes a token leaves its own.
+    """Beside the KV cache, the residual stream that enters some layers; whoever computes a token
+    leaves its own.
 
-    vLLM's steps and our recoveries call the same layer modules, so a hook on these sees both. Eager mode only: a
-    compiled graph would pass it by.
+    vLLM's steps and our recoveries call the same layer modules, so a hook on these sees both. Eager
+    mode only: a compiled graph would pass it by.
 
     Args:
         layers: the decoder layers of the model.
@@ -34,11 +36,16 @@ class ResidualStreams:
     ) -> None:
         self.names = names
         shape = (num_slots + 1, hidden_size)  # the last row is for padding, whose slot is -1
-        self.states = {layer: torch.zeros(shape, dtype=dtype, device=device) for layer in sorted(residual_layers)}
+        self.states = {
+            layer: torch.zeros(shape, dtype=dtype, device=device)
+            for layer in sorted(residual_layers)
+        }
         for layer in self.states:
             enters = layers[layer].entering
             layers[layer].module.register_forward_pre_hook(
-                lambda _, given, named, layer=layer, enters=enters: self._keep(layer, enters(given, named)),
+                lambda _, given, named, layer=layer, enters=enters: self._keep(
+                    layer, enters(given, named)
+                ),
                 with_kwargs=True,
             )
 
@@ -48,7 +55,8 @@ class ResidualStreams:
         return tuple(self.states)
 
     def read(self, layer: int, slots: Tensor) -> Tensor:
-        """What entered a layer in these slots int64 [n], as its hidden state and residual: [n, 2, D]."""
+        """What entered a layer in these slots int64 [n], as its hidden state and residual: [n, 2,
+        D]."""
         states = self.states[layer][slots]
         return torch.stack((states, torch.zeros_like(states)), dim=1)
 

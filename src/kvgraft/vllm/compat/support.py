@@ -36,14 +36,18 @@ from kvgraft.vllm.limits import cache_dtype_reasons, parallel_reasons
 from kvgraft.vllm.settings import KVGraftSettings
 
 logger = logging.getLogger("kvgraft")
-NOT_RUN = "contract checked, not run"  # names, signatures and the scheduler; there is no build for the CPU yet
+# names, signatures and the scheduler; there is no build for the CPU yet
+NOT_RUN = "contract checked, not run"
 SUPPORTED_VERSIONS = {(0, 31): "tested", (0, 32): "tested", (0, 33): NOT_RUN}
-DRAFTLESS_SPECULATION = ("ngram", "ngram_gpu", "suffix")  # methods whose drafts need no KV of their own
-DRAFTING = ("draft_model", "eagle", "eagle3")  # methods whose draft model has KV of its own, in the same blocks
+# methods whose drafts need no KV of their own
+DRAFTLESS_SPECULATION = ("ngram", "ngram_gpu", "suffix")
+# methods whose draft model has KV of its own, in the same blocks
+DRAFTING = ("draft_model", "eagle", "eagle3")
 
 
 class UnsupportedConfiguration(ValueError):
-    """vLLM is set up in a way in which reuse could not be exact where it must be; the message names each reason."""
+    """vLLM is set up in a way in which reuse could not be exact where it must be; the message names
+    each reason."""
 
 
 def vllm_version() -> str:
@@ -83,12 +87,13 @@ def _config_reasons(config: VllmConfig) -> Iterator[str]:
 
 
 def check_connector(config: VllmConfig) -> None:
-    """Raise UnsupportedConfiguration if vLLM was given another connector, which may have ours inside (MultiConnector).
+    """Raise UnsupportedConfiguration if vLLM was given another connector, which may have ours
+    inside (MultiConnector).
 
-    vLLM's OffloadingConnector takes the block hashes of a prompt before it is grafted, and would keep grafted blocks
-    under them. And while another connector loads, a request seems to have computed what it waits for (vLLM sets its
-    `num_computed_tokens` beforehand), so that others would graft from blocks that hold nothing yet.
-    """
+    vLLM's OffloadingConnector takes the block hashes of a prompt before it is grafted, and would
+    keep grafted blocks under them. And while another connector loads, a request seems to have
+    computed what it waits for (vLLM sets its `num_computed_tokens` beforehand), so that others
+    would graft from blocks that hold nothing yet."""
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector == CONNECTOR:
         return
@@ -96,7 +101,8 @@ def check_connector(config: VllmConfig) -> None:
     if config.cache_config.kv_offloading_size is not None:
         named += " (--kv-offloading-size puts it in the place of any other)"
     raise UnsupportedConfiguration(
-        f"KVGraft cannot run with {named}: {CONNECTOR} must be the only one, as others would keep KV that is "
+        f"KVGraft cannot run with {named}: {CONNECTOR} must be the only one, as others would keep "
+        "KV that is "
         "approximate, and give it out, as what its tokens say"
     )
 
@@ -108,12 +114,19 @@ def check_head_map(config: VllmConfig, path: str | None) -> HeadMap:
         UnsupportedConfiguration: everything that stands in the way.
         FileNotFoundError, ValueError: there is no such map, or it was made for another model.
     """
-    reasons = [*_version_reasons(bool(config.additional_config.get(ALLOW_UNTESTED))), *_head_reasons(config, path)]
+    reasons = [
+        *_version_reasons(bool(config.additional_config.get(ALLOW_UNTESTED))),
+        *_head_reasons(config, path),
+    ]
     if reasons or path is None:
         raise UnsupportedConfiguration("heads cannot be kept by class with " + "; ".join(reasons))
     head_map = HeadMap.load(path)
     model = config.model_config
-    head_map.check(identify(model.model), model.get_num_layers(config.parallel_config), model.get_total_num_kv_heads())
+    head_map.check(
+        identify(model.model),
+        model.get_num_layers(config.parallel_config),
+        model.get_total_num_kv_heads(),
+    )
     return head_map
 
 
@@ -127,7 +140,9 @@ def _head_reasons(config: VllmConfig, path: str | None) -> Iterator[str]:
     if transfer is not None and transfer.kv_connector != CONNECTOR:
         yield f"KV connector {transfer.kv_connector!r}: it knows one page list, and here are many"
     if is_quantized_kv_cache(config.cache_config.cache_dtype):
-        yield f"KV cache dtype {config.cache_config.cache_dtype}: only unquantised ones are supported"
+        yield (
+            f"KV cache dtype {config.cache_config.cache_dtype}: only unquantised ones are supported"
+        )
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "the hybrid KV cache manager off: it is what gives pages back"
     if config.speculative_config is not None:
@@ -138,13 +153,17 @@ def _version_reasons(allow_untested: bool) -> Iterator[str]:
     found = vllm_version()
     numbers = re.match(r"(\d+)\.(\d+)(?!\w)", found)
     series = (int(numbers[1]), int(numbers[2])) if numbers else None
-    known = ", ".join(f"{major}.{minor} ({how})" for (major, minor), how in SUPPORTED_VERSIONS.items())
+    known = ", ".join(
+        f"{major}.{minor} ({how})" for (major, minor), how in SUPPORTED_VERSIONS.items()
+    )
     is_newer = series is not None and series > max(SUPPORTED_VERSIONS)
     if series in SUPPORTED_VERSIONS:
         if SUPPORTED_VERSIONS[series] == NOT_RUN:
             logger.warning("vLLM %s: %s", found, NOT_RUN)
     elif is_newer and allow_untested:
-        logger.warning("vLLM %s is not tested, and was allowed all the same; known are %s", found, known)
+        logger.warning(
+            "vLLM %s is not tested, and was allowed all the same; known are %s", found, known
+        )
     else:
         hint = "; to try it all the same: --kvgraft-allow-untested" if is_newer else ""
         yield f"vLLM {found or 'of unknown version'}: supported are {known}{hint}"
@@ -170,7 +189,8 @@ def _model_reasons(config: VllmConfig) -> Iterator[str]:
     kernels = "none" not in operations and "-rotary_embedding" not in operations
     if model.architecture in ONLY_WITHOUT_ROTARY_KERNEL and current_platform.is_cpu() and kernels:
         yield (
-            "vLLM's rotary kernel for CPUs, which reads queries of this model wrongly: start with --compilation-config "
+            "vLLM's rotary kernel for CPUs, which reads queries of this model wrongly: start with "
+            "--compilation-config "
             """'{"custom_ops": ["all", "-rotary_embedding"]}'"""
         )
     speculation = config.speculative_config
@@ -187,7 +207,10 @@ def _draft_reasons(config: VllmConfig) -> Iterator[str]:
         yield f"speculative decoding by {speculation.method!r}: allowed are {allowed}"
         return
     if config.use_v2_model_runner:
-        yield f"speculative decoding by {speculation.method!r} with model runner V2: set VLLM_USE_V2_MODEL_RUNNER=0"
+        yield (
+            f"speculative decoding by {speculation.method!r} with model runner V2: set "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
     if speculation.parallel_drafting:
         yield "parallel drafting: it has not been tested"
     if speculation.use_heterogeneous_vocab:
@@ -210,17 +233,29 @@ def _residual_reasons(config: VllmConfig) -> Iterator[str]:
         config.model_config.get_num_layers(config.parallel_config)
     )
     if residual_layers and not config.model_config.enforce_eager:
-        yield f"the residual stream of layers {sorted(residual_layers)} in compiled graphs: start with --enforce-eager"
+        yield (
+            f"the residual stream of layers {sorted(residual_layers)} in compiled graphs: start "
+            "with --enforce-eager"
+        )
     if beyond := [
-        layer for layer in residual_layers if layer >= config.model_config.get_num_layers(config.parallel_config)
+        layer
+        for layer in residual_layers
+        if layer >= config.model_config.get_num_layers(config.parallel_config)
     ]:
         yield f"the residual stream of layer {beyond[0]}: the model has fewer layers"
 
 
 def _store_reasons(config: VllmConfig) -> Iterator[str]:
     events, settings = config.kv_events_config, KVGraftSettings.of(config)
-    if settings.store is not None and settings.store_int8 and config.cache_config.cache_dtype in FP8:
-        yield f"store_int8 and KV cache dtype {config.cache_config.cache_dtype}, which has a byte a number already"
+    if (
+        settings.store is not None
+        and settings.store_int8
+        and config.cache_config.cache_dtype in FP8
+    ):
+        yield (
+            f"store_int8 and KV cache dtype {config.cache_config.cache_dtype}, which has a byte a "
+            "number already"
+        )
     if settings.store is not None and events is not None and events.enable_kv_cache_events:
         yield "KV cache events and a store: vLLM does not know the prompts of what comes back"
     if settings.store is not None and config.model_config.use_mla:
@@ -254,15 +289,25 @@ def _head_map_reasons(config: VllmConfig) -> Iterator[str]:
 def _cache_reasons(config: VllmConfig) -> Iterator[str]:
     transfer = config.kv_transfer_config
     if transfer is not None and transfer.kv_load_failure_policy != "recompute":
-        yield f"kv_load_failure_policy {transfer.kv_load_failure_policy!r}: set 'recompute', so that requests fall back"
+        yield (
+            f"kv_load_failure_policy {transfer.kv_load_failure_policy!r}: set 'recompute', so that "
+            "requests fall back"
+        )
     if not config.cache_config.enable_prefix_caching:
         without = config.model_config.use_mla and current_platform.is_cpu()  # and without AMX
-        hint = " (vLLM switches it off for MLA on this CPU; VLLM_MLA_DISABLE=1 keeps it)" if without else ""
+        hint = (
+            " (vLLM switches it off for MLA on this CPU; VLLM_MLA_DISABLE=1 keeps it)"
+            if without
+            else ""
+        )
         yield f"prefix caching off: block hashes are the identity of content{hint}"
     cache = config.cache_config
     yield from cache_dtype_reasons(cache.cache_dtype, cache.kv_cache_dtype_skip_layers)
     if config.model_config.use_mla and cache.cache_dtype in FP8:
-        yield f"KV cache dtype {cache.cache_dtype} of latents (MLA): only unquantised ones are supported"
+        yield (
+            f"KV cache dtype {cache.cache_dtype} of latents (MLA): only unquantised ones are "
+            "supported"
+        )
     if config.aux_output_config.enabled:
         yield "auxiliary outputs (routed experts): none are known of tokens that are reused"
 
@@ -271,8 +316,14 @@ def _group_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
     names = [type(spec).__name__ for spec in specs]
     if not any(map(is_full, specs)):
-        yield f"KV cache groups {names}: one of full attention is needed, whose blocks name what is known"
-    elif not all(is_full(spec) or isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec) for spec in specs):
+        yield (
+            f"KV cache groups {names}: one of full attention is needed, whose blocks name what is "
+            "known"
+        )
+    elif not all(
+        is_full(spec) or isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec)
+        for spec in specs
+    ):
         yield f"KV cache groups {names}: supported are full attention, sliding windows and chunks"
     elif len(specs) > 1 or is_by_head(config):
         yield from _several_groups_reasons(config, specs)
@@ -280,16 +331,23 @@ def _group_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]
 
 def _several_groups_reasons(config: VllmConfig, specs: Sequence[Any]) -> Iterator[str]:
     """What does not go with block tables for layers with windows, or for heads."""
-    beside = "beside groups with windows (--disable-hybrid-kv-cache-manager makes one group of all layers)"
+    beside = (
+        "beside groups with windows (--disable-hybrid-kv-cache-manager makes one group of all "
+        "layers)"
+    )
     if is_by_head(config):
         beside = "where heads are kept by class (--kvgraft-head-paging)"
-    settings, num_layers = KVGraftSettings.of(config), config.model_config.get_num_layers(config.parallel_config)
+    settings, num_layers = (
+        KVGraftSettings.of(config),
+        config.model_config.get_num_layers(config.parallel_config),
+    )
     if len({spec.block_size for spec in specs}) > 1:
         yield f"blocks of {[spec.block_size for spec in specs]} tokens: groups of equal blocks only"
     interval = config.cache_config.prefix_cache_retention_interval
     if interval is not None and not all(map(is_full, specs)):
         yield (
-            f"prefix_cache_retention_interval {interval}: windows must be found wherever they end (None, as `kvgraft "
+            f"prefix_cache_retention_interval {interval}: windows must be found wherever they end "
+            "(None, as `kvgraft "
             "serve` has it, or --disable-hybrid-kv-cache-manager)"
         )
     if settings.store is not None:
@@ -301,13 +359,16 @@ def _several_groups_reasons(config: VllmConfig, specs: Sequence[Any]) -> Iterato
 
 
 def model_identity(config: VllmConfig, *, lasting: bool) -> str:
-    """What tells this model's KV from others'. With `lasting` it holds after a restart, whatever lies at a path then.
+    """What tells this model's KV from others'. With `lasting` it holds after a restart, whatever
+    lies at a path then.
 
     Raises:
         UnsupportedConfiguration: the checkpoint cannot be told from others.
     """
     model, cache = config.model_config, config.cache_config.cache_dtype
-    numbers = "/".join(filter(None, (str(model.dtype), model.quantization, cache if cache != "auto" else "")))
+    numbers = "/".join(
+        filter(None, (str(model.dtype), model.quantization, cache if cache != "auto" else ""))
+    )
     if not lasting:
         return f"{model.model}/{model.revision}/{numbers}"
     if Path(model.model).is_dir():
@@ -315,5 +376,7 @@ def model_identity(config: VllmConfig, *, lasting: bool) -> str:
     else:
         checkpoint = getattr(model.hf_config, "_commit_hash", None) or ""
     if not checkpoint:
-        raise UnsupportedConfiguration(f"a store must know the checkpoint: {model.model} is no directory")
+        raise UnsupportedConfiguration(
+            f"a store must know the checkpoint: {model.model} is no directory"
+        )
     return f"{checkpoint}/{numbers}/{config.parallel_config.world_size}"

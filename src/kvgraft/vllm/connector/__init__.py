@@ -1,4 +1,5 @@
-"""The KV connector: vLLM's extension point, split into what runs beside the scheduler and what runs in each worker."""
+"""The KV connector: vLLM's extension point, split into what runs beside the scheduler and what runs
+in each worker."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
@@ -32,11 +36,13 @@ if TYPE_CHECKING:
 class KVGraftConnector(KVConnectorBase_V1, SupportsHMA):
     """Grafts known text into requests: to vLLM it is an asynchronous load of the whole prompt.
 
-    vLLM allocates the prompt's blocks and lets the request wait; the worker side recovers it after the forward passes
-    of one or more steps; vLLM then computes the last token and decodes as ever.
+    vLLM allocates the prompt's blocks and lets the request wait; the worker side recovers it after
+    the forward passes of one or more steps; vLLM then computes the last token and decodes as ever.
     """
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config, kv_cache_config)
         leave_signals_to_server()
@@ -65,10 +71,14 @@ class KVGraftConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: "Request") -> None:
         self.scheduler_side.on_new_request(request)
 
-    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return self.scheduler_side.match(request, num_computed_tokens)
 
-    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
         self.scheduler_side.admit(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -77,7 +87,9 @@ class KVGraftConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler_side.on_outcomes(connector_output)
 
-    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -118,7 +130,9 @@ class KVGraftConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request runs only after its recovery."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Nothing to save: virtual blocks live in vLLM's own pool."""
 
     def wait_for_save(self) -> None:

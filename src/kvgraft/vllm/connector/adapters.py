@@ -1,4 +1,5 @@
-"""Which weights the adapters of requests have: a name, a path and even vLLM's id stay when others are loaded."""
+"""Which weights the adapters of requests have: a name, a path and even vLLM's id stay when others
+are loaded."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -12,27 +13,32 @@ from kvgraft.vllm.connector.request_state import RequestState
 
 
 class RequestAdapters:
-    """What the files of an adapter are when a request arrives, unless workers have said that they loaded others.
+    """What the files of an adapter are when a request arrives, unless workers have said that they
+    loaded others.
 
-    vLLM knows the blocks of an adapter by its name and path. Where those have got other weights, requests get other
-    block hashes as well, so that no exact lookup finds what was computed under the earlier ones.
-    """
+    vLLM knows the blocks of an adapter by its name and path. Where those have got other weights,
+    requests get other block hashes as well, so that no exact lookup finds what was computed under
+    the earlier ones."""
 
     def __init__(self, config: VllmConfig) -> None:
         lora = config.lora_config
         self._how = "" if lora is None else f"{lora.lora_dtype}/{sorted(lora.target_modules or ())}"
         self._loaded: dict[int, str] = {}  # digests by vLLM's ids
-        self._plain: dict[tuple[str, str], str] = {}  # digests that vLLM's own hashes stand for, by name and path
+        # digests that vLLM's own hashes stand for, by name and path
+        self._plain: dict[tuple[str, str], str] = {}
 
     def of(self, request: Any) -> Adapter | None:
-        """The adapter of a request that has just arrived; None: it is for the model itself. The digest is empty if
-        nobody knows it: then the request must neither reuse nor leave anything."""
+        """The adapter of a request that has just arrived; None: it is for the model itself. The
+        digest is empty if nobody knows it: then the request must neither reuse nor leave
+        anything."""
         lora = request.lora_request
         if lora is None:
             return None
         loaded = None if lora.load_inplace else self._loaded.get(lora.lora_int_id)
         digest = loaded or adapter_digest(lora)
-        if digest is None or digest != self._plain.setdefault((lora.lora_name, lora.lora_path), digest):
+        if digest is None or digest != self._plain.setdefault(
+            (lora.lora_name, lora.lora_path), digest
+        ):
             salt_hashes(request, digest or os.urandom(32).hex())
         return Adapter(lora, digest or "")
 
@@ -41,7 +47,8 @@ class RequestAdapters:
         return model if adapter is None else f"{model}/lora:{self._how}/{adapter.digest}"
 
     def learn(self, loaded: Mapping[int, str], states: Iterable[RequestState]) -> None:
-        """Workers have loaded adapters. Requests that were to have other weights leave nothing behind from now on."""
+        """Workers have loaded adapters. Requests that were to have other weights leave nothing
+        behind from now on."""
         self._loaded |= loaded
         for state in states:
             if state.adapter is None or (lora := state.adapter.request).lora_int_id not in loaded:

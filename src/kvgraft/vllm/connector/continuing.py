@@ -1,4 +1,5 @@
-"""Prompts that go on with what an earlier one has left in vLLM's blocks, grafts and all: no copies, no recovery."""
+"""Prompts that go on with what an earlier one has left in vLLM's blocks, grafts and all: no copies,
+no recovery."""
 
 from typing import Any
 
@@ -12,21 +13,26 @@ from kvgraft.vllm.connector.request_state import RequestState
 
 
 class Continuing:
-    """Lets vLLM's own prefix lookup find approximate blocks for those requests that may go on with them.
+    """Lets vLLM's own prefix lookup find approximate blocks for those requests that may go on with
+    them.
 
     Args:
-        known: vLLM's blocks, of which approximate ones have hashes that no content has; and what can be grafted.
+        known: vLLM's blocks, of which approximate ones have hashes that no content has; and what
+            can be grafted.
         masking: gives a request such hashes, and its own ones back.
     """
 
     def __init__(self, known: Planner, masking: HashMasking) -> None:
         self._pool, self._index, self._masking = known.pool, known.index, masking
         self._exact_value = known.cost_model.exactness_weight
-        self._known = ApproximatePrefixCache[Any](lambda key: bool(self._pool.find([key])), self._pool.num_pages)
+        self._known = ApproximatePrefixCache[Any](
+            lambda key: bool(self._pool.find([key])), self._pool.num_pages
+        )
         self._copies = GraftedBlockRetention(self._pool)
 
     def inject_approximate_prefix(self, state: RequestState) -> None:
-        """vLLM is about to look for the beginning of a prompt, which has not run yet: it may do so in every step."""
+        """vLLM is about to look for the beginning of a prompt, which has not run yet: it may do so
+        in every step."""
         if state.recovery_key is None or state.whole or state.admitted:
             return
         self._copies.learn(self._known.take_lost(), self._index.take_lost())
@@ -39,16 +45,25 @@ class Continuing:
             self._masking.go_on(state, continued)
 
     def after_lookup(self, state: RequestState, num_prefix: int) -> None:
-        """vLLM has found so many tokens. If windows have lost all that the prompt was to go on with, it is an ordinary
-        one: nothing of it is approximate, and what it computes is no other version of what is known."""
+        """vLLM has found so many tokens. If windows have lost all that the prompt was to go on
+        with, it is an ordinary one: nothing of it is approximate, and what it computes is no other
+        version of what is known."""
         continued, size = state.continued, self._pool.block_size
-        if continued is not None and not state.admitted and num_prefix <= continued.first_block * size:
+        if (
+            continued is not None
+            and not state.admitted
+            and num_prefix <= continued.first_block * size
+        ):
             self._masking.undo(state)
 
     def remember(self, state: RequestState, blocks: list[int], num_tokens: int) -> None:
-        """Let others go on with the approximate blocks that a request has computed, up to this token."""
+        """Let others go on with the approximate blocks that a request has computed, up to this
+        token."""
         size, hashes = self._pool.block_size, state.request.block_hashes
-        first, stop = state.offer.first_approximate // size, min(num_tokens // size, len(blocks), len(hashes))
+        first, stop = (
+            state.offer.first_approximate // size,
+            min(num_tokens // size, len(blocks), len(hashes)),
+        )
         if state.recovery_key is None or state.whole or stop <= max(first, state.num_continuable):
             return
         stop = first + self._pool.num_hashed(blocks[first:stop])
@@ -61,8 +76,10 @@ class Continuing:
         state.num_continuable = first + num_added
 
     def leave(self, state: RequestState, blocks: list[int]) -> None:
-        """A request gives its blocks back: those are noted that only prompts want which go on with it."""
-        if stop := min(state.num_continuable, len(blocks)):  # fewer, if it was preempted and has not come back
+        """A request gives its blocks back: those are noted that only prompts want which go on with
+        it."""
+        # fewer, if it was preempted and has not come back
+        if stop := min(state.num_continuable, len(blocks)):
             depths = state.offer.depths(stop, self._pool.block_size)
             self._copies.add(blocks[:stop], is_copied(state.plan, depths, self._index.max_depth))
 

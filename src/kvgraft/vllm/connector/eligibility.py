@@ -28,7 +28,12 @@ class ReuseEligibility:
     """
 
     def __init__(
-        self, default: RequestOptions, config: VllmConfig, residual_layers: Set[int], *, has_head_map: bool
+        self,
+        default: RequestOptions,
+        config: VllmConfig,
+        residual_layers: Set[int],
+        *,
+        has_head_map: bool,
     ) -> None:
         self._default = default
         self._config = config
@@ -41,8 +46,8 @@ class ReuseEligibility:
     def of(
         self, request: Any, *, weights_known: bool = True
     ) -> tuple[RequestOptions | Control, str | None, tuple[str, ...]]:
-        """Options; if it must not graft, the reason (wrong parameters are one, too); and the cache keys of the shared
-        namespaces that it may graft from."""
+        """Options; if it must not graft, the reason (wrong parameters are one, too); and the cache
+        keys of the shared namespaces that it may graft from."""
         try:
             params = request.kv_transfer_params or {}
             given = params.get(KEY, {})
@@ -71,7 +76,8 @@ class ReuseEligibility:
         checks = {
             "off": not options.reuse,
             "policy_full": not (options.policy.uses_grafts or keeps),
-            "unsupported_model": (keeps and not self._takes_documents) or (by_head and not self._works_by_head),
+            "unsupported_model": (keeps and not self._takes_documents)
+            or (by_head and not self._works_by_head),
             "no_head_map": by_head and not self._has_head_map,
             "repetition_penalty": keeps and penalty != 1.0,  # of the prompt
             "multimodal": bool(request.mm_features),

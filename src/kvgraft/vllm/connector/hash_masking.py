@@ -1,4 +1,5 @@
-"""Blocks that exact lookups must not find: those that hold or follow grafts, and what stands for a longer prompt."""
+"""Blocks that exact lookups must not find: those that hold or follow grafts, and what stands for a
+longer prompt."""
 
 import os
 from typing import Any
@@ -10,7 +11,8 @@ from kvgraft.vllm.pool import SharedPool
 
 
 class HashMasking:
-    """Gives such blocks hashes that no content has; the true ones come back if the request is computed in full.
+    """Gives such blocks hashes that no content has; the true ones come back if the request is
+    computed in full.
 
     Args:
         kv_cache_manager: vLLM's; it knows the blocks of a request.
@@ -24,8 +26,9 @@ class HashMasking:
         return state.offer.first_approximate // self._block_size
 
     def mask(self, state: RequestState, first_token: int) -> None:
-        """Hide the block of this token and what follows; hashes of generated blocks chain from there. A request that
-        was preempted, or goes on with an earlier one, may have hidden some before."""
+        """Hide the block of this token and what follows; hashes of generated blocks chain from
+        there. A request that was preempted, or goes on with an earlier one, may have hidden some
+        before."""
         hashes, first = state.request.block_hashes, first_token // self._block_size
         self._pool.forget_hashes(hashes[max(first, self.first_block(state)) :])
         hidden, before = state.hashes or (len(hashes), [])
@@ -38,8 +41,13 @@ class HashMasking:
         self._rename(state.request.block_hashes, 0)
 
     def go_on(self, state: RequestState, continued: Continued[Any]) -> None:
-        """Let vLLM find, as the prompt's own, the blocks that it goes on with; what follows them is hidden."""
-        hashes, first, stop = state.request.block_hashes, continued.first_block, continued.stop_block
+        """Let vLLM find, as the prompt's own, the blocks that it goes on with; what follows them is
+        hidden."""
+        hashes, first, stop = (
+            state.request.block_hashes,
+            continued.first_block,
+            continued.stop_block,
+        )
         state.hashes, state.continued = (first, hashes[first:]), continued
         hashes[first:stop] = continued.keys
         self._rename(hashes, stop)
@@ -56,18 +64,21 @@ class HashMasking:
         state.offer.reset(state.num_exact)
 
     def unmask(self, state: RequestState) -> None:
-        """The request is computed in full after all, behind what it goes on with: that stays hidden, and so does what
-        follows it."""
+        """The request is computed in full after all, behind what it goes on with: that stays
+        hidden, and so does what follows it."""
         self.release(state)
         if state.continued is None:
             self.undo(state)
         else:
             state.offer.reset(state.num_exact)
-            state.offer.mark_approximate(state.continued.steps(self._block_size), state.continued.spans)
+            state.offer.mark_approximate(
+                state.continued.steps(self._block_size), state.continued.spans
+            )
 
     def release(self, state: RequestState) -> None:
-        """Let go of what a request has hidden, before it gives its blocks back: vLLM would take them for its most
-        recent ones and push out others. Those stay that others can graft from or go on with, or hold."""
+        """Let go of what a request has hidden, before it gives its blocks back: vLLM would take
+        them for its most recent ones and push out others. Those stay that others can graft from or
+        go on with, or hold."""
         first = max(self.first_block(state), state.num_continuable)
         if state.continued is not None:
             first = max(first, state.continued.stop_block)

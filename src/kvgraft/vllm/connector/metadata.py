@@ -4,7 +4,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from kvgraft.prefill.costs import TOKENS, Costs
 from kvgraft.segments.store import Chunk, ChunkRecord
@@ -23,7 +26,8 @@ class Keep:
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """Bring stored blocks back: `places` are (key of the chunk, block in it), `blocks` where each one goes."""
+    """Bring stored blocks back: `places` are (key of the chunk, block in it), `blocks` where each
+    one goes."""
 
     number: int
     places: list[tuple[bytes, int]]
@@ -32,7 +36,8 @@ class Load:
 
 @dataclass
 class StoreOrders:
-    """Scheduler to the workers' stores; `look`: it waits for what other servers have put into them."""
+    """Scheduler to the workers' stores; `look`: it waits for what other servers have put into
+    them."""
 
     keeps: list[Keep] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
@@ -66,7 +71,8 @@ class Metadata(KVConnectorMetadata):
 
     Attributes:
         jobs, cancelled: new recoveries, and the requests that were aborted.
-        spare_tokens: how many more tokens this step might compute; it recovers for as long as that takes.
+        spare_tokens: how many more tokens this step might compute; it recovers for as long as that
+            takes.
         costs: by which this is so, the same on every rank.
         forget: whether documents that were read are to be forgotten.
         store: orders.
@@ -84,9 +90,9 @@ class Metadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """Worker to scheduler: how the recoveries that ended in this step went, by request id; what the stores did, by
-    rank; if that has changed, bytes and number of the documents in host memory; once what things cost; and the digests
-    of adapters that were loaded, by vLLM's ids."""
+    """Worker to scheduler: how the recoveries that ended in this step went, by request id; what the
+    stores did, by rank; if that has changed, bytes and number of the documents in host memory; once
+    what things cost; and the digests of adapters that were loaded, by vLLM's ids."""
 
     outcomes: dict[str, RecoveryResult] = field(default_factory=dict)
     stores: dict[int, StoreReport] = field(default_factory=dict)
@@ -95,7 +101,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     adapters: dict[int, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """All ranks compute the same tokens: one report stands for all, a failure on any rank counts."""
+        """All ranks compute the same tokens: one report stands for all, a failure on any rank
+        counts."""
         if isinstance(other, WorkerMetadata):
             failed = {key: outcome for key, outcome in other.outcomes.items() if outcome.failure}
             self.outcomes |= failed

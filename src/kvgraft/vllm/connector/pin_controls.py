@@ -1,4 +1,5 @@
-"""What the API server asks of the pinned documents: to pin a text, to delete it, to list what there is."""
+"""What the API server asks of the pinned documents: to pin a text, to delete it, to list what there
+is."""
 
 from typing import Any
 
@@ -23,8 +24,8 @@ class PinControls:
         """Carry out a control request that has finished.
 
         Returns:
-            `list`: all `pins` of the namespace. Others: the `pin` as it is or was, and `num_pins` that
-            there are now. Or an `error` and its `status`.
+            `list`: all `pins` of the namespace. Others: the `pin` as it is or was, and `num_pins`
+            that there are now. Or an `error` and its `status`.
         """
         control = state.options
         if not isinstance(control, Control):
@@ -32,7 +33,9 @@ class PinControls:
         namespace = pin_namespace(state.namespace, control.adapter)
         if control.op == "pin" and not state.has_known_weights:
             return _error(
-                409, f"the weights of adapter {control.adapter!r} are not known, or others were loaded just now"
+                409,
+                f"the weights of adapter {control.adapter!r} are not known, or others were loaded "
+                "just now",
             )
         if control.op == "pin":
             num_blocks = state.request.num_prompt_tokens // self._block_size
@@ -47,13 +50,18 @@ class PinControls:
         return {"pin": self._describe(named), "num_pins": len(entries) - 1}
 
     def _pin(self, control: Control, namespace: str, pages: list[int]) -> dict[str, Any]:
-        """Pin the full blocks of a text; uses are counted from now on, unless others have pinned the same blocks."""
+        """Pin the full blocks of a text; uses are counted from now on, unless others have pinned
+        the same blocks."""
         if not pages:
-            return _error(400, f"nothing to pin: the text fills no block of {self._block_size} tokens")
+            return _error(
+                400, f"nothing to pin: the text fills no block of {self._block_size} tokens"
+            )
         held = self._pins.pages
         self._pool.hit_counts[[page for page in pages if page not in held]] = 0
         try:
-            entry = self._pins.insert(control.name, namespace, pages, control.owner or namespace, control.quota)
+            entry = self._pins.insert(
+                control.name, namespace, pages, control.owner or namespace, control.quota
+            )
         except ValueError as error:
             return _error(409, str(error))
         return {"pin": self._describe(entry), "num_pins": len(self._pins.list(namespace))}

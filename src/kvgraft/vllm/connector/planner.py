@@ -1,4 +1,5 @@
-"""Plans of requests, over what is in vLLM's own block pool: what can be grafted, what is offered."""
+"""Plans of requests, over what is in vLLM's own block pool: what can be grafted, what is
+offered."""
 
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
@@ -54,7 +55,8 @@ class Planner:
         self.cost_model = CostModel(settings.given_costs or TOKENS, settings.exactness_weight)
 
     def plan(self, state: RequestState, num_prefix: int) -> tuple[str | None, Candidate | None]:
-        """A plan that is worth it for the request's tokens, of which vLLM has num_prefix, or why there is none."""
+        """A plan that is worth it for the request's tokens, of which vLLM has num_prefix, or why
+        there is none."""
         tokens = np.array(state.token_ids, np.int64)
         if state.whole:  # its documents are read on their own
             plan = Plan.for_documents(len(tokens), self.block_size, state.documents)
@@ -62,7 +64,11 @@ class Planner:
         in_place = self._in_place(state, num_prefix)
         pages = tuple(state.prefix[block] for block in in_place)
         kept, asked = state.candidate, (num_prefix, len(tokens), pages)
-        if kept and (kept.num_prefix, kept.plan.num_tokens, kept.in_place) == asked and self._is_live(state, kept):
+        if (
+            kept
+            and (kept.num_prefix, kept.plan.num_tokens, kept.in_place) == asked
+            and self._is_live(state, kept)
+        ):
             return None, kept
         if state.is_trial:
             return "shadow", None
@@ -74,7 +80,9 @@ class Planner:
             matches, reason = self._choose(state, matches, len(tokens), num_prefix)
         if not matches and not in_place:
             return reason, None
-        plan = Plan.for_prompt(len(tokens), self.block_size, range(num_prefix // self.block_size), matches, in_place)
+        plan = Plan.for_prompt(
+            len(tokens), self.block_size, range(num_prefix // self.block_size), matches, in_place
+        )
         sources = sorted(set((plan.graft_sources // self.block_size).tolist()))
         steps = tuple((match.start, match.depth + 1) for match in matches)
         versions, spans = self.pool.versions_of(sources), tuple(spans_of(matches))
@@ -87,8 +95,8 @@ class Planner:
         return self._match(state, tokens, free)
 
     def make_room(self, state: RequestState, num_blocks: int, spare: Container[int]) -> None:
-        """Shed pinned blocks of the request's own namespace, but for these, if num_blocks more would pass the
-        watermark."""
+        """Shed pinned blocks of the request's own namespace, but for these, if num_blocks more
+        would pass the watermark."""
         self.pins.shed(state.pin_namespace, num_blocks, spare)
 
     def pin(self, candidate: Candidate) -> None:
@@ -101,7 +109,8 @@ class Planner:
         self.groups.release(candidate.reserved)
 
     def offer(self, state: RequestState, blocks: list[int], num_tokens: int) -> None:
-        """Register the full blocks of the first num_tokens tokens, as far as vLLM knows their content by now.
+        """Register the full blocks of the first num_tokens tokens, as far as vLLM knows their
+        content by now.
 
         Blocks that hold or follow grafts are registered with their depth; those of a trial are not.
         """
@@ -113,11 +122,20 @@ class Planner:
         if stop > first:
             tokens = np.array(state.request.all_token_ids[: stop * size], np.int64)
             unlimited = isinstance(state.options, Control)
-            self.index.offer(offer, tokens, np.array(blocks[:stop]), offer.depths(stop, size), unlimited=unlimited)
+            self.index.offer(
+                offer,
+                tokens,
+                np.array(blocks[:stop]),
+                offer.depths(stop, size),
+                unlimited=unlimited,
+            )
 
     def clear(self) -> bool:
-        """Let go of all pinned text, unless more is held: then vLLM refuses to forget, and so do we (False)."""
-        if self.pool.num_used > len({held for page in self.pins.pages for held in self.pool.held(page)}):
+        """Let go of all pinned text, unless more is held: then vLLM refuses to forget, and so do we
+        (False)."""
+        if self.pool.num_used > len(
+            {held for page in self.pins.pages for held in self.pool.held(page)}
+        ):
             return False
         for entry in self.pins.list():
             self.pins.delete(entry.name, entry.namespace)
@@ -125,9 +143,12 @@ class Planner:
         return True
 
     def _match(self, state: RequestState, tokens: np.ndarray, free: np.ndarray) -> list[Match]:
-        """What a request may graft: only what local heads have, too, unless its policy computes what these lack."""
+        """What a request may graft: only what local heads have, too, unless its policy computes
+        what these lack."""
         scope, similar, whole = state.offer.scope, state.matches_similar, state.grafts_local_heads
-        matches = self.index.match(tokens, scope, shared=state.shared, free=free, similar=similar, whole=whole)
+        matches = self.index.match(
+            tokens, scope, shared=state.shared, free=free, similar=similar, whole=whole
+        )
         state.report.too_deep_tokens = self.index.num_too_deep
         return matches
 
@@ -143,13 +164,18 @@ class Planner:
         return chosen, estimate.reason
 
     def _in_place(self, state: RequestState, num_prefix: int) -> list[int]:
-        """Blocks with grafted tokens that a request goes on with, that its policy can make better for this prompt, and
-        that nobody else reads."""
+        """Blocks with grafted tokens that a request goes on with, that its policy can make better
+        for this prompt, and that nobody else reads."""
         if state.continued is None or not isinstance(state.options, RequestOptions):
             return []
-        if not state.options.policy.recovers_in_place or self.groups.others:  # whose tables have let go of them
+        # whose tables have let go of them
+        if not state.options.policy.recovers_in_place or self.groups.others:
             return []
-        blocks = [block for block in state.continued.grafted_blocks if block < num_prefix // self.block_size]
+        blocks = [
+            block
+            for block in state.continued.grafted_blocks
+            if block < num_prefix // self.block_size
+        ]
         return [block for block in blocks if not self.pool.ref_count(state.prefix[block])]
 
     def _is_live(self, state: RequestState, candidate: Candidate) -> bool:

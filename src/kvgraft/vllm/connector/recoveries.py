@@ -14,11 +14,15 @@ from kvgraft.vllm.recovery import Job, RecoveryResult
 
 
 class Recoveries:
-    """While one is under way, the blocks that it grafts from are pinned, and those that it recovers where they are
-    nobody else's to begin with."""
+    """While one is under way, the blocks that it grafts from are pinned, and those that it recovers
+    where they are nobody else's to begin with."""
 
     def __init__(
-        self, known: Planner, masking: HashMasking, shorter_prompts: PromptTruncation, reporting: Reporting
+        self,
+        known: Planner,
+        masking: HashMasking,
+        shorter_prompts: PromptTruncation,
+        reporting: Reporting,
     ) -> None:
         self._known, self._masking = known, masking
         self._shorter_prompts, self._reporting = shorter_prompts, reporting
@@ -30,13 +34,17 @@ class Recoveries:
         """Whether one of these pages is recovered where it is: who wants it waits."""
         return not self._rewritten.isdisjoint(pages)
 
-    def start(self, state: RequestState, candidate: Candidate, block_ids: Sequence[list[int]]) -> None:
-        """Hand one to the workers, its sources pinned, and hide everything approximate from exact lookups."""
+    def start(
+        self, state: RequestState, candidate: Candidate, block_ids: Sequence[list[int]]
+    ) -> None:
+        """Hand one to the workers, its sources pinned, and hide everything approximate from exact
+        lookups."""
         request, options = state.request, state.options
         if not isinstance(options, RequestOptions):
             raise TypeError("a control request never grafts")
         state.recovery, state.plan, sources = candidate, candidate.plan, candidate.sources
-        if request.prefill_stats is not None and not request.num_preemptions:  # vLLM's own would be the whole prompt
+        # vLLM's own would be the whole prompt
+        if request.prefill_stats is not None and not request.num_preemptions:
             num_grafted = int((candidate.plan.grafted & ~candidate.plan.in_place).sum())
             request.prefill_stats.set(state.prompt_tokens, candidate.num_prefix, num_grafted)
         if not state.is_trial:
@@ -47,22 +55,28 @@ class Recoveries:
             state.offer.mark_approximate(candidate.steps, candidate.spans)
         tokens = np.array(state.token_ids, np.int64)
         tables = self._known.groups.tables(block_ids, candidate.reserved)
-        pages = np.array([self._known.pool.by_group(page) for page in sources], np.int64).reshape(-1, len(tables))
+        pages = np.array([self._known.pool.by_group(page) for page in sources], np.int64).reshape(
+            -1, len(tables)
+        )
         rest = state.documents, state.offer.scope, state.adapter, state.kept
-        self._jobs.append(Job(state.id, options.policy, candidate.plan, tokens, tables, pages, *rest))
+        self._jobs.append(
+            Job(state.id, options.policy, candidate.plan, tokens, tables, pages, *rest)
+        )
 
     def cancel(self, state: RequestState) -> None:
         """The request was aborted: its blocks and sources stay until the workers have let go."""
         self._cancelled.add(state.id)
 
     def take_orders(self) -> tuple[list[Job], set[str]]:
-        """What workers have not been told yet: recoveries to begin, and the requests whose are called off."""
+        """What workers have not been told yet: recoveries to begin, and the requests whose are
+        called off."""
         orders = self._jobs, self._cancelled
         self._jobs, self._cancelled = [], set()
         return orders
 
     def end(self, state: RequestState, outcome: RecoveryResult) -> None:
-        """One has ended: let go of its sources. If it failed, its request becomes an ordinary one again."""
+        """One has ended: let go of its sources. If it failed, its request becomes an ordinary one
+        again."""
         candidate, state.recovery = state.recovery, None
         if candidate is not None:
             if outcome.failure is None and not state.finished:
@@ -86,7 +100,8 @@ class Recoveries:
                 self._learn(state, candidate, outcome)
 
     def _failed(self, state: RequestState, reason: str) -> None:
-        """The whole prompt is computed; also that of a request that was preempted, and grafted before."""
+        """The whole prompt is computed; also that of a request that was preempted, and grafted
+        before."""
         state.refusal = state.reason = reason
         state.plan = None
         if state.whole:
@@ -99,4 +114,6 @@ class Recoveries:
         """What it computed tells what the next one of this policy will cost."""
         plan, num_new = candidate.plan, int(candidate.plan.fresh.sum())
         num_recovered = outcome.computed_share * plan.num_tokens - num_new
-        self._known.cost_model.learn(state.policy_name, num_recovered, int(plan.grafted.sum()), num_new)
+        self._known.cost_model.learn(
+            state.policy_name, num_recovered, int(plan.grafted.sum()), num_new
+        )

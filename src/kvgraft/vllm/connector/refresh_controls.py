@@ -28,12 +28,14 @@ class RefreshControls:
     def __init__(self, known: Planner, reporting: Reporting, share: float, longest: int) -> None:
         if share and not os.environ.get(CONTROL_TOKEN):
             raise ValueError(
-                f"idle_refresh is {share}, but no API server of ours will ask what to read: start it with `kvgraft serve`, "
+                f"idle_refresh is {share}, but no API server of ours will ask what to read: start "
+                "it with `kvgraft serve`, "
                 f"or set {CONTROL_TOKEN} to a secret and VLLM_PLUGINS=kvgraft"
             )
         self._known, self._refresh, self._reporting = known, Refresh(known.index), reporting
         self._allowance, self._longest = Allowance(share), longest
-        self._unfinished: TextToRead | None = None  # has been handed out, and was not read to its end
+        # has been handed out, and was not read to its end
+        self._unfinished: TextToRead | None = None
         self._num_tries = 0
 
     def arrived(self, state: RequestState) -> None:
@@ -42,8 +44,8 @@ class RefreshControls:
             self._allowance.num_brought += state.prompt_tokens
 
     def grafted(self, state: RequestState, pages: Sequence[int]) -> None:
-        """A request grafts from these pages, which are held. What is read anew is read by the model itself: text that
-        belongs to an adapter is left out."""
+        """A request grafts from these pages, which are held. What is read anew is read by the model
+        itself: text that belongs to an adapter is left out."""
         if self._allowance.share and state.adapter is None:
             self._refresh.note(state.offer.scope, state.namespace, pages)
 
@@ -55,13 +57,17 @@ class RefreshControls:
         """Carry out a control request that has ended, or was aborted.
 
         Returns:
-            `refresh`: the `tokens` to read and the `cache_salt` of their namespace; no tokens: there is nothing.
-            `read`: the `num_tokens` of the prompt, if it was read to its end.
+            `refresh`: the `tokens` to read and the `cache_salt` of their namespace; no tokens:
+            there is nothing. `read`: the `num_tokens` of the prompt, if it was read to its end.
         """
         if isinstance(state.options, Control) and state.options.op == READ:
             return self._count(state)
         text = self._next()
-        return {"tokens": text.tokens.tolist(), "cache_salt": text.namespace} if text else {"tokens": []}
+        return (
+            {"tokens": text.tokens.tolist(), "cache_salt": text.namespace}
+            if text
+            else {"tokens": []}
+        )
 
     def _next(self) -> TextToRead | None:
         left, room = self._allowance.left, self._known.pins.num_unpressed * self._known.block_size
@@ -79,7 +85,9 @@ class RefreshControls:
         if not state.admitted:
             return {}
         num_tokens = int(request.num_prompt_tokens)
-        num_read = max(0, min(int(request.num_computed_tokens), num_tokens) - state.report.prefix_tokens)
+        num_read = max(
+            0, min(int(request.num_computed_tokens), num_tokens) - state.report.prefix_tokens
+        )
         self._allowance.num_read += num_read
         self._reporting.idle_refresh(num_read)
         if not request.num_output_tokens:

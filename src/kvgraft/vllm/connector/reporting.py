@@ -40,23 +40,36 @@ class Reporting:
         else:
             report.policy = options.op
         report.prompt_tokens = num_prompt
-        report.prefix_tokens, report.continued_tokens, report.grafted_tokens, report.fresh_tokens = (
-            sum(stop - start for start, stop, kind in spans if kind == wanted) for wanted in KINDS
-        )
+        (
+            report.prefix_tokens,
+            report.continued_tokens,
+            report.grafted_tokens,
+            report.fresh_tokens,
+        ) = (sum(stop - start for start, stop, kind in spans if kind == wanted) for wanted in KINDS)
         report.spans = [list(span) for span in spans[:MAX_SPANS]]
         report.depth = state.offer.depth
         report.conclude(state.reason)
         if candidate is None:
-            report.computed_share, report.recomputed_tokens, report.counts = report.fresh_tokens / num_prompt, 0, {}
-        if not state.is_counted and isinstance(options, RequestOptions):  # others are our own operations
+            report.computed_share, report.recomputed_tokens, report.counts = (
+                report.fresh_tokens / num_prompt,
+                0,
+                {},
+            )
+        # others are our own operations
+        if not state.is_counted and isinstance(options, RequestOptions):
             self._count(state)
         state.is_counted = True
 
-    def recovered(self, state: RequestState, candidate: Candidate | None, outcome: RecoveryResult) -> None:
+    def recovered(
+        self, state: RequestState, candidate: Candidate | None, outcome: RecoveryResult
+    ) -> None:
         """A graft has succeeded."""
         self.admitted(state, candidate)
         report = state.report
-        report.recomputed_tokens, report.computed_share = outcome.recomputed_tokens, outcome.computed_share
+        report.recomputed_tokens, report.computed_share = (
+            outcome.recomputed_tokens,
+            outcome.computed_share,
+        )
         report.stages |= outcome.stages
         report.kept_tokens = state.request.num_prompt_tokens if state.whole else None
         report.counts = outcome.counts
@@ -69,8 +82,8 @@ class Reporting:
             self._stats.observe("kvgraft:stage_seconds", stage, seconds)
 
     def failed(self, state: RequestState) -> None:
-        """A recovery has failed for `state.reason`: that of a request which was preempted fails beside what it has
-        been counted as."""
+        """A recovery has failed for `state.reason`: that of a request which was preempted fails
+        beside what it has been counted as."""
         if state.is_counted:
             logger.warning("request %s goes on computed in full: %s", state.id, state.reason)
             self._stats.add("kvgraft:fallbacks_total", state.reason or "unknown")
@@ -104,7 +117,8 @@ class Reporting:
     def _levels(self, known: Planner) -> dict[tuple[str, str], float]:
         """What the gauges show now, by metric and label."""
         pool, (num_bytes, num_documents) = known.pool, self.documents
-        costs = {} if known.cost_model.costs == TOKENS else asdict(known.cost_model.costs)  # which is in no seconds
+        # which is in no seconds
+        costs = {} if known.cost_model.costs == TOKENS else asdict(known.cost_model.costs)
         return {
             ("kvgraft:pool_blocks", "used"): pool.num_used,
             ("kvgraft:pool_blocks", "free"): pool.num_free,
@@ -113,7 +127,10 @@ class Reporting:
             ("kvgraft:index_entries", ""): len(known.index),
             ("kvgraft:documents", ""): num_documents,
             ("kvgraft:document_bytes", ""): num_bytes,
-            **{("kvgraft:cost_seconds", name.removesuffix("_s")): seconds for name, seconds in costs.items()},
+            **{
+                ("kvgraft:cost_seconds", name.removesuffix("_s")): seconds
+                for name, seconds in costs.items()
+            },
         }
 
     def _count(self, state: RequestState) -> None:
@@ -130,7 +147,9 @@ class Reporting:
             and report.estimated_reuse_s is not None
         ):
             saved = report.estimated_full_s - report.estimated_reuse_s
-            self._stats.add("kvgraft:shadow_graftable_tokens_total", "", report.shadow_graftable_tokens)
+            self._stats.add(
+                "kvgraft:shadow_graftable_tokens_total", "", report.shadow_graftable_tokens
+            )
             self._stats.add("kvgraft:shadow_saved_seconds_total", "", saved)
         if report.too_deep_tokens:
             self._stats.add("kvgraft:too_deep_tokens_total", "", report.too_deep_tokens)
@@ -139,20 +158,28 @@ class Reporting:
 
 
 def _continued(spans: Iterable[tuple[int, int, str]], first: int) -> Iterator[tuple[int, int, str]]:
-    """What the spans say is prefix, from the first token on that is not exact: an earlier prompt's."""
+    """What the spans say is prefix, from the first token on that is not exact: an earlier
+    prompt's."""
     for start, stop, kind in spans:
         if kind == "prefix" and stop > first:
-            yield from ((start, first, kind), (max(start, first), stop, "continued"))[start >= first :]
+            yield from ((start, first, kind), (max(start, first), stop, "continued"))[
+                start >= first :
+            ]
         else:
             yield start, stop, kind
 
 
-def _spans(candidate: Candidate | None, num_prompt: int, num_prefix: int) -> list[tuple[int, int, str]]:
-    """(start, stop, kind) of the prompt; a plan may go on to tokens that were generated before a preemption."""
+def _spans(
+    candidate: Candidate | None, num_prompt: int, num_prefix: int
+) -> list[tuple[int, int, str]]:
+    """(start, stop, kind) of the prompt; a plan may go on to tokens that were generated before a
+    preemption."""
     found = [(0, num_prefix, "prefix")]
     if candidate is not None:
         [spans] = candidate.plan.spans
-        found += [(max(s.start, num_prefix), min(s.stop, num_prompt), s.kind.name.lower()) for s in spans]
+        found += [
+            (max(s.start, num_prefix), min(s.stop, num_prompt), s.kind.name.lower()) for s in spans
+        ]
     else:
         found += [(num_prefix, num_prompt, "fresh")]
     return [span for span in found if span[0] < span[1]]

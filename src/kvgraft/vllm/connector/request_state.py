@@ -12,7 +12,13 @@ from kvgraft.reuse.provenance import NEVER, BlockProvenance
 from kvgraft.reuse.readings import Span
 from kvgraft.vllm.compat.adapters import Adapter
 from kvgraft.vllm.groups import Reserved
-from kvgraft.vllm.options import Control, RequestOptions, ServedReport, namespace_label, pin_namespace
+from kvgraft.vllm.options import (
+    Control,
+    RequestOptions,
+    ServedReport,
+    namespace_label,
+    pin_namespace,
+)
 
 
 @dataclass(eq=False)
@@ -42,8 +48,10 @@ class RequestState:
 
     Attributes:
         request: vLLM's own object.
-        whole: its prompt, if vLLM has been given a shorter one, for what is kept of `documents`, stretches of it.
-        kept: which tokens of these are kept (`RecoveryResult.kept`), as soon as a recovery has chosen.
+        whole: its prompt, if vLLM has been given a shorter one, for what is kept of `documents`,
+            stretches of it.
+        kept: which tokens of these are kept (`RecoveryResult.kept`), as soon as a recovery has
+            chosen.
         options: what it asked for; a `Control` is an operation on the pinned documents.
         offer: what it leaves behind for others.
         adapter: which it runs under, or None; without a digest its KV is like no other.
@@ -52,16 +60,20 @@ class RequestState:
         reason: why nothing was grafted so far.
         candidate: the plan that was made while it waits.
         prefix: pages of vLLM's exact hits, as of the last time that it asked.
-        recovery_key: how it recovers what is reused: only others that do it in the same way go on with what it leaves.
-            None: it neither goes on with approximate KV nor leaves any to go on with.
+        recovery_key: how it recovers what is reused: only others that do it in the same way go on
+            with what it leaves. None: it neither goes on with approximate KV nor leaves any to go
+            on with.
         continued: what it goes on with of an earlier prompt.
         num_continuable: leading blocks that others can go on with.
-        hashes: vLLM's own block hashes from the first hidden block on, while others stand in their place.
-        num_exact: leading tokens whose KV would be exact if nothing were grafted: not those that a flow attends for.
+        hashes: vLLM's own block hashes from the first hidden block on, while others stand in their
+            place.
+        num_exact: leading tokens whose KV would be exact if nothing were grafted: not those that a
+            flow attends for.
         plan: of its last recovery that has not failed.
         recovery: the admitted plan while the workers are at it.
         is_counted: whether the metrics have counted it.
-        is_trial: whether it grafts what another request would have grafted, and leaves nothing behind.
+        is_trial: whether it grafts what another request would have grafted, and leaves nothing
+            behind.
         load: number of the load that it waits or has waited for, or None before it has asked.
     """
 
@@ -104,7 +116,11 @@ class RequestState:
     @property
     def token_ids(self) -> list[int]:
         """Its tokens, as the client sent them, with those generated so far."""
-        return [*self.whole, *self.request.output_token_ids] if self.whole else list(self.request.all_token_ids)
+        return (
+            [*self.whole, *self.request.output_token_ids]
+            if self.whole
+            else list(self.request.all_token_ids)
+        )
 
     @property
     def policy_name(self) -> str:
@@ -119,7 +135,9 @@ class RequestState:
     @property
     def grafts_local_heads(self) -> bool:
         """Whether it takes from a source what local heads know of it."""
-        return not isinstance(self.options, RequestOptions) or self.options.policy.grafts_local_heads
+        return (
+            not isinstance(self.options, RequestOptions) or self.options.policy.grafts_local_heads
+        )
 
     @property
     def recovering(self) -> bool:
@@ -139,7 +157,9 @@ class RequestState:
     @property
     def pin_namespace(self) -> str:
         """Where what is pinned lies that it can graft from."""
-        return pin_namespace(self.namespace, "" if self.adapter is None else self.adapter.request.lora_name)
+        return pin_namespace(
+            self.namespace, "" if self.adapter is None else self.adapter.request.lora_name
+        )
 
     @property
     def label(self) -> str:

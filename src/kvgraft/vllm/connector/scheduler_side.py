@@ -1,4 +1,5 @@
-"""What runs beside vLLM's scheduler: finds known text, plans, guards exactness, and hands out the work."""
+"""What runs beside vLLM's scheduler: finds known text, plans, guards exactness, and hands out the
+work."""
 
 import logging
 import os
@@ -63,16 +64,26 @@ class SchedulerSide:
         num_layers = config.model_config.get_num_layers(config.parallel_config)
         self._step_tokens = int(config.scheduler_config.max_num_batched_tokens)
         self._num_ranks = int(config.parallel_config.tensor_parallel_size)
-        similar = self.settings.default.match_similar and not config.model_config.skip_tokenizer_init
-        self._anchors = anchor_ids(cached_tokenizer_from_config(config.model_config), ANCHORS) if similar else []
+        similar = (
+            self.settings.default.match_similar and not config.model_config.skip_tokenizer_init
+        )
+        self._anchors = (
+            anchor_ids(cached_tokenizer_from_config(config.model_config), ANCHORS)
+            if similar
+            else []
+        )
         self._requests: dict[str, RequestState] = {}
-        self._tentative: dict[str, Candidate] = {}  # pinned in this scheduling step, not yet admitted
+        # pinned in this scheduling step, not yet admitted
+        self._tentative: dict[str, Candidate] = {}
         self._offered = False  # in this scheduling step
         self._forgets = False  # what the workers have read
         self.reporting = Reporting(self._block_size)
         residual_layers = self.settings.kept_residual_layers(num_layers)
         self._eligibility = ReuseEligibility(
-            self.settings.default, config, residual_layers, has_head_map=find_head_map(config) is not None
+            self.settings.default,
+            config,
+            residual_layers,
+            has_head_map=find_head_map(config) is not None,
         )
 
     def bind(self, kv_cache_manager: Any) -> None:
@@ -80,32 +91,41 @@ class SchedulerSide:
         self._manager = kv_cache_manager
         share = self._pinned_share(kv_cache_manager.block_pool.num_gpu_blocks - 1)
         capacity = min(self.settings.pin_capacity, share)
-        self.known = Planner(kv_cache_manager, self._block_size, self.settings, capacity, self._anchors)
+        self.known = Planner(
+            kv_cache_manager, self._block_size, self.settings, capacity, self._anchors
+        )
         is_shared = self.settings.store_shared is not None
         has_store = self.settings.store is not None
-        self.stored = StoreScheduler(self.known, self._num_ranks, is_shared=is_shared) if has_store else None
+        self.stored = (
+            StoreScheduler(self.known, self._num_ranks, is_shared=is_shared) if has_store else None
+        )
         self._early_reports = StopStringReports(self.known)
         self._masking = HashMasking(kv_cache_manager, self.known.pool, self._block_size)
         self._shadow = ShadowMode(self._masking)
         self._shorter_prompts = PromptTruncation(self.known, self._masking)
-        self._recoveries = Recoveries(self.known, self._masking, self._shorter_prompts, self.reporting)
+        self._recoveries = Recoveries(
+            self.known, self._masking, self._shorter_prompts, self.reporting
+        )
         self._controls = PinControls(self.known.pool, self.known.pins, self._block_size)
-        self._refresh = RefreshControls(self.known, self.reporting, self.settings.idle_refresh, self._longest_prompt)
+        self._refresh = RefreshControls(
+            self.known, self.reporting, self.settings.idle_refresh, self._longest_prompt
+        )
         ExactEvents(kv_cache_manager.block_pool, self._first_hidden)
         self._continuing = Continuing(self.known, self._masking)
         before_prefix_lookup(kv_cache_manager, self._before_lookup)
         on_cache_reset(kv_cache_manager, self.forget)
 
     def forget(self) -> bool:
-        """Let go of pinned text and of documents: they may be of old weights. False, and nothing is forgotten, while
-        requests run or are recovered."""
+        """Let go of pinned text and of documents: they may be of old weights. False, and nothing is
+        forgotten, while requests run or are recovered."""
         if not self.known.clear():
             return False
         self._forgets = True
         self._continuing.clear()
         self._shadow.clear()
         self._refresh.forget()
-        if self.stored is not None:  # from now on nothing that was stored is found, nor is what is under way stored
+        # from now on nothing that was stored is found, nor is what is under way stored
+        if self.stored is not None:
             self.stored.forget()
             self._model += f"/{os.urandom(8).hex()}"
             for state in self._requests.values():
@@ -131,11 +151,19 @@ class SchedulerSide:
         adapter = self._adapters.of(request)
         model = self._adapters.scoped(self._model, adapter)
         scope = scope_digest(model, request.cache_salt or "")
-        options, refusal, salts = self._eligibility.of(request, weights_known=adapter is None or bool(adapter.digest))
+        options, refusal, salts = self._eligibility.of(
+            request, weights_known=adapter is None or bool(adapter.digest)
+        )
         shared = tuple(scope_digest(model, salt) for salt in salts)
         trial_of = (request.kv_transfer_params or {}).get(TRIAL_OF)
         state = RequestState(
-            request, options, BlockProvenance(scope), adapter, refusal, shared, is_trial=trial_of is not None
+            request,
+            options,
+            BlockProvenance(scope),
+            adapter,
+            refusal,
+            shared,
+            is_trial=trial_of is not None,
         )
         self._requests[request.request_id] = state
         self._refresh.arrived(state)
@@ -147,7 +175,11 @@ class SchedulerSide:
             state.num_exact = request.num_prompt_tokens
             state.offer.reset(state.num_exact)
             hide_answer(request, self._block_size)
-        if refusal is None and isinstance(options, RequestOptions) and isinstance(options.policy, KeepsDocuments):
+        if (
+            refusal is None
+            and isinstance(options, RequestOptions)
+            and isinstance(options.policy, KeepsDocuments)
+        ):
             if self.settings.mode == SHADOW:
                 state.refusal = SHADOW
             else:
@@ -157,11 +189,11 @@ class SchedulerSide:
             self._shadow.try_out(state, str(trial_of))
 
     def match(self, request: Any, num_prefix: int) -> tuple[int | None, bool]:
-        """How many tokens behind vLLM's exact hits this connector provides: all of them, or none; None: ask again.
+        """How many tokens behind vLLM's exact hits this connector provides: all of them, or none;
+        None: ask again.
 
-        May be called in every step while a request waits. Sources are pinned here and unpinned at the end of the
-        scheduling step if the request was not admitted.
-        """
+        May be called in every step while a request waits. Sources are pinned here and unpinned at
+        the end of the scheduling step if the request was not admitted."""
         started = time.perf_counter()
         state = self._requests[request.request_id]
         self._offer_running()
@@ -176,15 +208,17 @@ class SchedulerSide:
         state.report.stages["match"] = time.perf_counter() - started
         if state.candidate is None:
             return 0, False
-        if self._recoveries.rewrites(state.candidate.sources) or not self._reserve(state, state.candidate, num_prefix):
+        if self._recoveries.rewrites(state.candidate.sources) or not self._reserve(
+            state, state.candidate, num_prefix
+        ):
             self.known.pool.release(state.candidate.sources)
             return None, False
         self._tentative[state.id] = state.candidate
         return request.num_tokens - num_prefix, True
 
     def admit(self, request: Any, block_ids: Sequence[list[int]], num_external: int) -> None:
-        """vLLM has allocated the request's blocks, by group; called again, without anything to load, after the
-        recovery."""
+        """vLLM has allocated the request's blocks, by group; called again, without anything to
+        load, after the recovery."""
         state = self._requests[request.request_id]
         candidate = self._tentative.pop(state.id, None)
         if num_external and candidate is not None:
@@ -202,13 +236,15 @@ class SchedulerSide:
         state.offer.restart()
 
     def end_of_schedule(self, output: SchedulerOutput) -> Metadata:
-        """The step's message to the workers; what was pinned for requests that were not admitted is let go."""
+        """The step's message to the workers; what was pinned for requests that were not admitted is
+        let go."""
         for candidate in self._tentative.values():
             self.known.release(candidate)
         self._tentative.clear()
         self._offered = False
         self._early_reports.send(
-            output.num_scheduled_tokens, lambda request_id: self._main(self._manager.get_block_ids(request_id))
+            output.num_scheduled_tokens,
+            lambda request_id: self._main(self._manager.get_block_ids(request_id)),
         )
         spare = max(self._step_tokens - output.total_num_scheduled_tokens, self._step_tokens // 8)
         costs = self.known.cost_model.costs
@@ -220,7 +256,8 @@ class SchedulerSide:
         return metadata
 
     def on_outcomes(self, output: KVConnectorOutput) -> None:
-        """Recoveries have ended: let go of their sources; the failed ones become ordinary requests again."""
+        """Recoveries have ended: let go of their sources; the failed ones become ordinary requests
+        again."""
         reported = output.kv_connector_worker_meta
         if not isinstance(reported, WorkerMetadata):
             reported = WorkerMetadata()
@@ -235,7 +272,9 @@ class SchedulerSide:
                 self.stored.on_report(rank, report)
                 self.reporting.stored(report.counts)
         ended = output.finished_recving or set()
-        for state in [state for state in self._requests.values() if state.id in ended and state.recovering]:
+        for state in [
+            state for state in self._requests.values() if state.id in ended and state.recovering
+        ]:
             self._recoveries.end(state, reported.outcomes.get(state.id, RecoveryResult("error")))
             if state.finished:
                 del self._requests[state.id]
@@ -243,7 +282,8 @@ class SchedulerSide:
                 self._early_reports.add(state)
 
     def finish(self, request: Any, block_ids: Sequence[list[int]]) -> dict[str, Any] | None:
-        """The request has ended: name what it leaves behind; returns what its response tells the client."""
+        """The request has ended: name what it leaves behind; returns what its response tells the
+        client."""
         state, blocks = self._requests[request.request_id], self._main(block_ids)
         state.finished = True
         self._early_reports.drop(state)
@@ -265,12 +305,16 @@ class SchedulerSide:
         return state.report.as_params()
 
     def take_stats(self) -> Stats | None:
-        """What happened since the last call; vLLM asks in every step, when it has made the step's outputs."""
+        """What happened since the last call; vLLM asks in every step, when it has made the step's
+        outputs."""
         self._early_reports.end_of_step()
         return self.reporting.take(self.known)
 
-    def _choose(self, state: RequestState, num_prefix: int, num_missing: int) -> tuple[str | None, Candidate | None]:
-        """A pinned plan, or why there is none; and room for it, at the cost of pinned blocks that it does not use."""
+    def _choose(
+        self, state: RequestState, num_prefix: int, num_missing: int
+    ) -> tuple[str | None, Candidate | None]:
+        """A pinned plan, or why there is none; and room for it, at the cost of pinned blocks that
+        it does not use."""
         reason, candidate = state.refusal, None
         if reason is None:
             reason, candidate = self.known.plan(state, num_prefix)
@@ -286,14 +330,20 @@ class SchedulerSide:
         return reason, None
 
     def _pin(self, state: RequestState, candidate: Candidate, num_missing: int) -> bool:
-        """Hold the sources of a plan, unless they and the new blocks can never fit. A request that keeps a part of
-        documents has none; one that was preempted has had room for that part, and waits for it again."""
+        """Hold the sources of a plan, unless they and the new blocks can never fit. A request that
+        keeps a part of documents has none; one that was preempted has had room for that part, and
+        waits for it again."""
         pool = self.known.pool
         self.known.pin(candidate)
         if state.whole and state.request.num_preemptions:
             return True
         others = self.known.groups.num_pages(candidate.num_prefix, state.request.num_tokens)
-        num_needed = num_missing + others + sum(pool.ref_count(page) == 0 for page in state.prefix) + SPARE_BLOCKS
+        num_needed = (
+            num_missing
+            + others
+            + sum(pool.ref_count(page) == 0 for page in state.prefix)
+            + SPARE_BLOCKS
+        )
         if num_needed <= pool.num_free or self._is_busy():
             return True
         pool.release(candidate.sources)
@@ -306,7 +356,9 @@ class SchedulerSide:
         groups, num_tokens = self.known.groups, state.request.num_tokens
         if groups.others and groups.num_pages(num_prefix, num_tokens) > self.known.pool.num_free:
             return False
-        candidate.reserved = groups.reserve(state.request.block_hashes[: num_prefix // self._block_size], num_tokens)
+        candidate.reserved = groups.reserve(
+            state.request.block_hashes[: num_prefix // self._block_size], num_tokens
+        )
         return True
 
     def _main(self, block_ids: Sequence[list[int]]) -> list[int]:
@@ -317,10 +369,13 @@ class SchedulerSide:
         """Whether blocks will come free without this request's doing."""
         if self.stored is not None and self.stored.num_held:
             return True
-        return any(other.recovering or other.request.status == RUNNING for other in self._requests.values())
+        return any(
+            other.recovering or other.request.status == RUNNING for other in self._requests.values()
+        )
 
     def _offer_running(self) -> None:
-        """Once in a scheduling step: what running requests have computed of their prompts becomes known."""
+        """Once in a scheduling step: what running requests have computed of their prompts becomes
+        known."""
         if self._offered:
             return
         self._offered = True
@@ -328,9 +383,13 @@ class SchedulerSide:
             if state.admitted and not (state.recovering or state.finished or state.whole):
                 num_tokens = min(state.request.num_computed_tokens, state.request.num_prompt_tokens)
                 if num_tokens // self._block_size > state.offer.num_registered:
-                    self._offer(state, self._main(self._manager.get_block_ids(state.id)), num_tokens)
+                    self._offer(
+                        state, self._main(self._manager.get_block_ids(state.id)), num_tokens
+                    )
 
-    def _offer(self, state: RequestState, blocks: list[int], num_computed: int, *, ended: bool = False) -> None:
+    def _offer(
+        self, state: RequestState, blocks: list[int], num_computed: int, *, ended: bool = False
+    ) -> None:
         if not state.has_known_weights:
             return
         num_computed = min(num_computed, state.request.num_tokens)

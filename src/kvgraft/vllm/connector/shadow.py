@@ -1,4 +1,5 @@
-"""What would have been grafted on a server in shadow mode; and requests that try it, without leaving anything."""
+"""What would have been grafted on a server in shadow mode; and requests that try it, without
+leaving anything."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
@@ -27,16 +28,19 @@ class ShadowMode:
         self._found: OrderedDict[str, Found] = OrderedDict()
 
     def note(self, state: RequestState, candidate: Candidate) -> None:
-        """This would have been grafted; the plan is remembered if the API server may want to try it."""
+        """This would have been grafted; the plan is remembered if the API server may want to try
+        it."""
         if (state.request.kv_transfer_params or {}).get(NOTE_PLAN):
             self._found[state.id] = Found(state.offer.scope, candidate)
             if len(self._found) > REMEMBERED:
                 self._found.popitem(last=False)
-        state.report.shadow_graftable_tokens = int((candidate.plan.grafted & ~candidate.plan.in_place).sum())
+        state.report.shadow_graftable_tokens = int(
+            (candidate.plan.grafted & ~candidate.plan.in_place).sum()
+        )
 
     def try_out(self, state: RequestState, of: str) -> None:
-        """A request with the prompt of an earlier one of its namespace is to graft what that would have: vLLM finds the
-        same prefix as then, and nothing that has been computed since."""
+        """A request with the prompt of an earlier one of its namespace is to graft what that would
+        have: vLLM finds the same prefix as then, and nothing that has been computed since."""
         found = self._found.get(of)
         state.is_counted, state.recovery_key = True, None
         if found is not None and found.scope == state.offer.scope:

@@ -1,4 +1,5 @@
-"""Reports that go ahead of the end of an answer, since a stop string may end it where the engine is not asked."""
+"""Reports that go ahead of the end of an answer, since a stop string may end it where the engine is
+not asked."""
 
 from collections.abc import Callable, Mapping
 

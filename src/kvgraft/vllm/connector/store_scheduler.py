@@ -1,4 +1,5 @@
-"""Beside the scheduler: what lies in the tiers below vLLM's blocks, what goes there, and what is brought back."""
+"""Beside the scheduler: what lies in the tiers below vLLM's blocks, what goes there, and what is
+brought back."""
 
 import os
 import time
@@ -19,11 +20,13 @@ FRESH_S = 1.0  # for which what a step has told of a shared tier is news
 
 
 class StoreScheduler:
-    """The scheduler's view of the workers' stores. It may lag behind them: what is gone is a miss, and then forgotten.
+    """The scheduler's view of the workers' stores. It may lag behind them: what is gone is a miss,
+    and then forgotten.
 
     Args:
         known: what is in vLLM's blocks; what comes back becomes known there.
-        is_shared: other servers put chunks there; a prompt that arrives after a pause waits a step for what these are.
+        is_shared: other servers put chunks there; a prompt that arrives after a pause waits a step
+            for what these are.
     """
 
     def __init__(self, known: Planner, num_ranks: int, *, is_shared: bool = False) -> None:
@@ -44,7 +47,8 @@ class StoreScheduler:
         return len(self._register)
 
     def keep(self, state: RequestState, blocks: Sequence[int], *, ended: bool) -> None:
-        """Have the exact blocks of a request stored, as far as they are named: by chunks, the rest when it ends."""
+        """Have the exact blocks of a request stored, as far as they are named: by chunks, the rest
+        when it ends."""
         size, offer = self.known.block_size, state.offer
         stop = min(offer.num_registered, offer.first_approximate // size)
         stop = stop if ended else stop // CHUNK_BLOCKS * CHUNK_BLOCKS
@@ -52,14 +56,19 @@ class StoreScheduler:
             return
         tokens = np.array(state.request.all_token_ids[: stop * size], np.int64)
         is_exact = offer.depths(stop, size) == 0
-        for chunk, where in offer.chunks(tokens, is_exact, state.label, self._first_source, CHUNK_BLOCKS):
+        for chunk, where in offer.chunks(
+            tokens, is_exact, state.label, self._first_source, CHUNK_BLOCKS
+        ):
             if chunk.key not in self._register and chunk.key not in self._keeping:
                 self._keeping[chunk.key] = list(blocks[where])
                 self.known.pool.acquire(self._keeping[chunk.key])
                 self._orders.keeps.append(Keep(chunk, np.array(blocks[where])))
 
-    def is_coming(self, state: RequestState, num_prefix: int, num_spare: int, *, grafts: bool) -> bool:
-        """Whether a prompt should wait for blocks that are being brought back; asks once, for as many as fit."""
+    def is_coming(
+        self, state: RequestState, num_prefix: int, num_spare: int, *, grafts: bool
+    ) -> bool:
+        """Whether a prompt should wait for blocks that are being brought back; asks once, for as
+        many as fit."""
         if state.load is not None:
             return state.load in self._loading
         self._looks |= self._is_shared and time.monotonic() - self._stepped_at > FRESH_S
@@ -67,8 +76,14 @@ class StoreScheduler:
             return True
         wanted, hashes = self._wanted(state, num_prefix, grafts)
         scopes = state.offer.scope, *state.shared
-        found = [(number, self._register.find(number, *scopes)) for number in wanted[: max(num_spare, 0)]]
-        coming = [_Coming(held[0], held[1], hashes.get(number)) for number, held in found if held is not None]
+        found = [
+            (number, self._register.find(number, *scopes)) for number in wanted[: max(num_spare, 0)]
+        ]
+        coming = [
+            _Coming(held[0], held[1], hashes.get(number))
+            for number, held in found
+            if held is not None
+        ]
         state.load = self._num_loads = self._num_loads + 1
         if coming:
             places = [(block.record.key, block.place) for block in coming]
@@ -84,7 +99,8 @@ class StoreScheduler:
         return orders
 
     def on_report(self, rank: int, report: StoreReport) -> None:
-        """What a worker has done; it counts when all ranks have done it, however often one of them says so."""
+        """What a worker has done; it counts when all ranks have done it, however often one of them
+        says so."""
         if report.ready:
             self._ready.add(rank)
         for record in report.records:
@@ -120,13 +136,22 @@ class StoreScheduler:
         del self._done[what]
         return True
 
-    def _wanted(self, state: RequestState, num_prefix: int, grafts: bool) -> tuple[list[int], dict[int, bytes]]:
-        """Stored blocks beyond what vLLM's blocks hold: exact ones first, with vLLM's hashes for them; then others."""
-        size, scope, tokens = self.known.block_size, state.offer.scope, np.array(state.token_ids, np.int64)
+    def _wanted(
+        self, state: RequestState, num_prefix: int, grafts: bool
+    ) -> tuple[list[int], dict[int, bytes]]:
+        """Stored blocks beyond what vLLM's blocks hold: exact ones first, with vLLM's hashes for
+        them; then others."""
+        size, scope, tokens = (
+            self.known.block_size,
+            state.offer.scope,
+            np.array(state.token_ids, np.int64),
+        )
         chains = state.offer.chains(tokens[:-1], size)[: len(state.request.block_hashes)]
         if state.continued is not None:  # what follows is not exact
             chains = []
-        exact = wanted_exact(self._register, chains, range(num_prefix // size, len(chains)), scope, contiguous=True)
+        exact = wanted_exact(
+            self._register, chains, range(num_prefix // size, len(chains)), scope, contiguous=True
+        )
         hashes = {number: state.request.block_hashes[block] for number, block in exact.items()}
         if not grafts:
             return list(hashes), hashes
@@ -135,7 +160,9 @@ class StoreScheduler:
         index, shared, similar = self.known.index, state.shared, state.matches_similar
         for match in index.match(tokens, scope, shared=shared, free=free, similar=similar):
             free[match.start : match.start + match.length] = False
-        grafted = wanted_grafts(self._register, index, tokens, scope, free, shared=shared, similar=similar)
+        grafted = wanted_grafts(
+            self._register, index, tokens, scope, free, shared=shared, similar=similar
+        )
         return list(dict.fromkeys([*hashes, *grafted])), hashes
 
     def _take_in(self, load: Load, coming: Sequence["_Coming"], arrived: Sequence[bool]) -> None:
@@ -144,7 +171,9 @@ class StoreScheduler:
         here: list[tuple[_Coming, int]] = []
         for place, (block, page, ok) in enumerate(zip(coming, load.blocks, arrived, strict=True)):
             if ok:
-                pool.name(page, nonce_hash(nonce, place) if block.block_hash is None else block.block_hash)
+                pool.name(
+                    page, nonce_hash(nonce, place) if block.block_hash is None else block.block_hash
+                )
                 here.append((block, page))
             else:
                 self._register.remove(block.record.key)
@@ -152,13 +181,16 @@ class StoreScheduler:
             blocks, pages = zip(*here, strict=True)
             registered = register_restored(self.known.index, blocks, pages)
             found = zip(here, registered, strict=True)
-            pool.forget([page for (block, page), known in found if block.block_hash is None and not known])
+            pool.forget(
+                [page for (block, page), known in found if block.block_hash is None and not known]
+            )
         pool.release(load.blocks)
 
 
 @dataclass(frozen=True)
 class _Coming:
-    """A block on its way: the one at `place` of a chunk; with vLLM's hash if it is an exact block of the request."""
+    """A block on its way: the one at `place` of a chunk; with vLLM's hash if it is an exact block
+    of the request."""
 
     record: ChunkRecord
     place: int

@@ -35,11 +35,13 @@ class StoreWorker:
         self._reader = ThreadPoolExecutor(NUM_READERS, "kvgraft-store")
         self._loads: list[tuple[Load, Future[Fetched]]] = []
         self._told: Counter[str] = Counter()
-        self._report: StoreReport | None = StoreReport(records=self._store.take_appeared(), ready=True)
+        self._report: StoreReport | None = StoreReport(
+            records=self._store.take_appeared(), ready=True
+        )
 
     def step(self, orders: StoreOrders) -> None:
-        """Take orders: copy what earlier steps have computed to host memory, and what has been read by now into its
-        blocks. Tell what other servers have put there."""
+        """Take orders: copy what earlier steps have computed to host memory, and what has been read
+        by now into its blocks. Tell what other servers have put there."""
         if appeared := self._store.take_appeared():
             self._reported.records += appeared
         if orders.look:
@@ -47,7 +49,9 @@ class StoreWorker:
         for keep in orders.keeps:
             self._keep(keep)
         for load in orders.loads:
-            self._loads.append((load, self._reader.submit(self._store.fetch_from, load.places, time.monotonic())))
+            self._loads.append(
+                (load, self._reader.submit(self._store.fetch_from, load.places, time.monotonic()))
+            )
         for load, future in [pair for pair in self._loads if pair[1].done()]:
             if (error := future.exception()) is not None:
                 logger.warning("segment store: a load failed, and is a miss: %r", error)
@@ -85,21 +89,34 @@ class StoreWorker:
         host = self._host
         slots = slots_of(blocks, host.block_size).to(host.device)
         layers = [host.read_codes(index, slots) for index in range(host.num_layers)]
-        keys, values = (torch.cat([pair[at].transpose(0, 1) for pair in layers]).cpu() for at in (0, 1))
-        residuals = {_residual(layer): states[slots][None].cpu() for layer, states in host.residuals.states.items()}
+        keys, values = (
+            torch.cat([pair[at].transpose(0, 1) for pair in layers]).cpu() for at in (0, 1)
+        )
+        residuals = {
+            _residual(layer): states[slots][None].cpu()
+            for layer, states in host.residuals.states.items()
+        }
         return {"keys": keys, "values": values, **residuals}
 
     def _take_in(self, load: Load, fetched: Fetched) -> list[bool]:
         """Copy what was read into the blocks of the load; which of them have it."""
         arrived = [block is not None and self._fits(block) for block in fetched]
-        host, loaded = self._host, [block for block, ok in zip(fetched, arrived, strict=True) if block and ok]
+        host, loaded = (
+            self._host,
+            [block for block, ok in zip(fetched, arrived, strict=True) if block and ok],
+        )
         if not loaded:
             return arrived
         pages = [page for page, ok in zip(load.blocks, arrived, strict=True) if ok]
         slots = slots_of(pages, host.block_size).to(host.device)
-        payload = {name: torch.cat([block.payload[name] for block in loaded], dim=1) for name in loaded[0].payload}
+        payload = {
+            name: torch.cat([block.payload[name] for block in loaded], dim=1)
+            for name in loaded[0].payload
+        }
         shape = (host.num_layers, host.num_kv_heads, slots.numel(), host.head_dim)
-        keys, values = (payload[name].view(shape).transpose(1, 2).to(host.device) for name in ("keys", "values"))
+        keys, values = (
+            payload[name].view(shape).transpose(1, 2).to(host.device) for name in ("keys", "values")
+        )
         for index in range(host.num_layers):
             host.write_codes(index, keys[index], values[index], slots)
         host.clear_drafts(torch.tensor(pages))

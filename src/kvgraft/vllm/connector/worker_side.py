@@ -37,7 +37,10 @@ class WorkerSide:
     def attach(self, runner: Any) -> None:
         """Give it the model; called by our worker class once the KV cache exists."""
         self._runner = runner
-        limit = max(self._config.model_config.max_model_len, self._config.scheduler_config.max_num_batched_tokens)
+        limit = max(
+            self._config.model_config.max_model_len,
+            self._config.scheduler_config.max_num_batched_tokens,
+        )
         settings = KVGraftSettings.of(self._config)
         capacity = int(settings.document_gib * 2**30)
         num_layers = self._config.model_config.get_num_layers(self._config.parallel_config)
@@ -57,16 +60,16 @@ class WorkerSide:
             self._store = StoreWorker(host, settings.store, parallel.rank, parallel.world_size)
 
     def learn_prompts(self, metadata: Metadata) -> None:
-        """Before the model runner resumes requests: some that were preempted have their whole prompts again."""
+        """Before the model runner resumes requests: some that were preempted have their whole
+        prompts again."""
         for request_id, token_ids in metadata.prompts.items():
             set_known_prompt(self._runner, request_id, token_ids)
 
     def step(self, metadata: Metadata) -> None:
         """Take what is new and recover as far as the step allows.
 
-        Runs after the step's forward pass, since every load of this connector is asynchronous to vLLM: prefix blocks
-        and sources that the same step computes are there by now.
-        """
+        Runs after the step's forward pass, since every load of this connector is asynchronous to
+        vLLM: prefix blocks and sources that the same step computes are there by now."""
         if self._queue is None:
             raise RuntimeError("the worker class never attached its model runner")
         if metadata.forget:
@@ -78,10 +81,13 @@ class WorkerSide:
             self._store.step(metadata.store)
 
     def take_results(self) -> KVConnectorTransferResults:
-        """Requests whose blocks are complete; the failed ones among them are computed again by vLLM."""
+        """Requests whose blocks are complete; the failed ones among them are computed again by
+        vLLM."""
         self._reported, self._ended = self._ended, {}
         failed = {name for name, outcome in self._reported.items() if outcome.failure}
-        return KVConnectorTransferResults(finished_recving=set(self._reported), failed_recving=failed)
+        return KVConnectorTransferResults(
+            finished_recving=set(self._reported), failed_recving=failed
+        )
 
     def take_worker_metadata(self) -> WorkerMetadata | None:
         """How those of the last `take_results` went."""
@@ -96,7 +102,11 @@ class WorkerSide:
 
     def _take_documents(self) -> tuple[int, int] | None:
         """Bytes and number of the documents that are held, if that has changed."""
-        held = (0, 0) if self._queue is None else (self._queue.library.store.nbytes, len(self._queue.library.store))
+        held = (
+            (0, 0)
+            if self._queue is None
+            else (self._queue.library.store.nbytes, len(self._queue.library.store))
+        )
         if held == self._told:
             return None
         self._told = held

@@ -1,7 +1,7 @@
 """Attention by KV head: layers of one head each, and what a local head sees of vLLM's paged cache.
 
-The attention of local heads is ours on every platform, since stock kernels would read what was given back.
-"""
+The attention of local heads is ours on every platform, since stock kernels would read what was
+given back."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,8 +25,8 @@ ONE_HEAD = LayerHeads((0,), (0,), (True,))
 
 
 class LocalBackend(AttentionBackend):
-    """Attention to sinks and a window, for any device; of the cache it takes every layout in which the tokens of a
-    block follow each other."""
+    """Attention to sinks and a window, for any device; of the cache it takes every layout in which
+    the tokens of a block follow each other."""
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
@@ -62,8 +62,8 @@ class LocalMetadata:
 
     @memoised
     def layout(self, stride: int) -> AttentionLayout:
-        """The queries and the rows that they read, where blocks begin every `stride` rows. What a block table no longer
-        has is not seen."""
+        """The queries and the rows that they read, where blocks begin every `stride` rows. What a
+        block table no longer has is not seen."""
         slots = []
         for pages in self.pages:
             offsets = torch.arange(self.block_size, device=pages.device)
@@ -73,30 +73,38 @@ class LocalMetadata:
 
 
 class LocalBuilder(AttentionMetadataBuilder[LocalMetadata]):
-    """Builds that of a group of layers. Its steps are never captured as a whole: which tokens tiles of windows hold is
-    worked out on the host."""
+    """Builds that of a group of layers. Its steps are never captured as a whole: which tokens tiles
+    of windows hold is worked out on the host."""
 
     kv_cache_spec: SinkWindowSpec
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> LocalMetadata:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> LocalMetadata:
         """As in vLLM."""
         common, size = common_attn_metadata, int(self.kv_cache_spec.block_size)
         counts = common.query_start_loc_cpu.diff().tolist()
         stops = lengths_of(common)[: len(counts)].tolist()
-        positions = [torch.arange(stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
+        positions = [
+            torch.arange(stop - count, stop) for count, stop in zip(counts, stops, strict=True)
+        ]
         tables = common.block_table_tensor
         pages = [tables[number, : -(-stop // size)].long() for number, stop in enumerate(stops)]
-        return LocalMetadata(positions, pages, size, self.kv_cache_spec.sinks, self.kv_cache_spec.sliding_window)
+        return LocalMetadata(
+            positions, pages, size, self.kv_cache_spec.sinks, self.kv_cache_spec.sliding_window
+        )
 
 
 class LocalImpl(AttentionImpl[LocalMetadata]):
-    """One KV head that sees sinks and a window; the key and the value of a token lie beside each other."""
+    """One KV head that sees sinks and a window; the key and the value of a token lie beside each
+    other."""
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: Any, sliding_window: Any,
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: Any,
+        sliding_window: Any,
         kv_cache_dtype: str, *rest: Any,
     ) -> None:  # fmt: skip
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
@@ -105,14 +113,19 @@ class LocalImpl(AttentionImpl[LocalMetadata]):
     def do_kv_cache_update(
         self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write key and value [n, 1, d] to their slots; padding goes to the null block, which nobody reads."""
+        """Write key and value [n, 1, d] to their slots; padding goes to the null block, which
+        nobody reads."""
         rows, stride, size = _rows_of(kv_cache)
         slots, count = slot_mapping.long().clamp(min=0), slot_mapping.numel()
-        rows[slots // size * stride + slots % size] = torch.cat((key[:count, 0], value[:count, 0]), dim=-1)
+        rows[slots // size * stride + slots % size] = torch.cat(
+            (key[:count, 0], value[:count, 0]), dim=-1
+        )
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
-        output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor, output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """As in vLLM: query and output [n, heads, d]."""
         if attn_metadata is None:  # warming up
@@ -121,7 +134,9 @@ class LocalImpl(AttentionImpl[LocalMetadata]):
         keys, values = rows[None].chunk(2, dim=-1)
         layout = attn_metadata.layout(stride)
         count = sum(context.positions.numel() for context in layout.contexts)
-        output[:count] = segpaged_attention(query[:count], keys, values, ONE_HEAD, layout, self.scale)
+        output[:count] = segpaged_attention(
+            query[:count], keys, values, ONE_HEAD, layout, self.scale
+        )
         return output
 
 
@@ -163,7 +178,9 @@ class HeadAttention(nn.Module):
                 "prefix": f"{whole.layer_name}.kv_head_{head}",
             }
             if head_class is HeadClass.LOCAL:
-                heads.append(LocalAttention(**arguments, sinks=head_map.sinks, window=head_map.window))
+                heads.append(
+                    LocalAttention(**arguments, sinks=head_map.sinks, window=head_map.window)
+                )
             else:
                 heads.append(Attention(**arguments))
         self.heads = nn.ModuleList(heads)
@@ -176,15 +193,23 @@ class HeadAttention(nn.Module):
             value.split(self.key_size, dim=-1),
         )
         attended = [
-            attention(*(part.contiguous() for part in own)) for attention, *own in zip(self.heads, *parts, strict=True)
+            attention(*(part.contiguous() for part in own))
+            for attention, *own in zip(self.heads, *parts, strict=True)
         ]
         return torch.cat(attended, dim=-1)
 
 
 def _rows_of(kv_cache: Tensor) -> tuple[Tensor, int, int]:
-    """A cache [blocks, 1, N, 2 d] as rows of tokens, [rows, 2 d]; after how many of them a block begins; and N."""
+    """A cache [blocks, 1, N, 2 d] as rows of tokens, [rows, 2 d]; after how many of them a block
+    begins; and N."""
     blocks, _, size, width = kv_cache.shape
     stride, odd = divmod(kv_cache.stride(0), kv_cache.stride(2))
     if odd or kv_cache.stride(3) != 1:
-        raise ValueError(f"blocks of a KV cache of strides {kv_cache.stride()} are no rows of tokens")
-    return kv_cache.as_strided(((blocks - 1) * stride + size, width), (kv_cache.stride(2), 1)), stride, size
+        raise ValueError(
+            f"blocks of a KV cache of strides {kv_cache.stride()} are no rows of tokens"
+        )
+    return (
+        kv_cache.as_strided(((blocks - 1) * stride + size, width), (kv_cache.stride(2), 1)),
+        stride,
+        size,
+    )

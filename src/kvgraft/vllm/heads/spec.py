@@ -1,4 +1,5 @@
-"""What vLLM's block pool keeps for local heads: the first blocks of a request, and those of its window."""
+"""What vLLM's block pool keeps for local heads: the first blocks of a request, and those of its
+window."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,11 +29,13 @@ class SinkWindowSpec(SlidingWindowSpec):
 
     @property
     def num_retained_tokens(self) -> int:
-        """How many tokens before those of a step stay readable: all, since what lies further back is taken out of block
-        tables, sinks too (by the second model runner, from vLLM 0.33)."""
+        """How many tokens before those of a step stay readable: all, since what lies further back
+        is taken out of block tables, sinks too (by the second model runner, from vLLM 0.33)."""
         return 2**31 - 1
 
-    def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
+    def max_admission_blocks_per_request(
+        self, max_in_flight_tokens: int, max_model_len: int
+    ) -> int:
         """Blocks that a request holds at most."""
         window: int = super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
         return window + self.sink_blocks
@@ -43,8 +46,10 @@ class SinkWindowManager(SlidingWindowManager):
 
     @classmethod
     def find_longest_cache_hit(
-        cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], block_pool: Any, kv_cache_spec: Any,
-        drop_eagle_block: bool, alignment_tokens: int, dcp_world_size: int = 1, pcp_world_size: int = 1,
+        cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], block_pool: Any,
+        kv_cache_spec: Any,
+        drop_eagle_block: bool, alignment_tokens: int, dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
     ) -> Any:  # fmt: skip
         """As of the window, with the sinks; nothing if one of these is gone."""
         hit_blocks, length = super().find_longest_cache_hit(
@@ -67,26 +72,39 @@ class SinkWindowManager(SlidingWindowManager):
         return hit_blocks, length
 
     @classmethod
-    def reachable_block_mask(cls, start_block: int, *args: Any, kv_cache_spec: Any, **kwargs: Any) -> Any:
+    def reachable_block_mask(
+        cls, start_block: int, *args: Any, kv_cache_spec: Any, **kwargs: Any
+    ) -> Any:
         """Which blocks are worth finding again, None for all: those of a window, and the sinks."""
-        mask = super().reachable_block_mask(start_block, *args, kv_cache_spec=kv_cache_spec, **kwargs)
+        mask = super().reachable_block_mask(
+            start_block, *args, kv_cache_spec=kv_cache_spec, **kwargs
+        )
         if mask is not None:
-            for block in range(start_block, min(kv_cache_spec.sink_blocks, start_block + len(mask))):
+            for block in range(
+                start_block, min(kv_cache_spec.sink_blocks, start_block + len(mask))
+            ):
                 mask[block - start_block] = True
         return mask
 
     def get_num_blocks_to_allocate(
-        self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any], total_computed_tokens: int,
+        self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any],
+        total_computed_tokens: int,
         *args: Any, **kwargs: Any,
     ) -> int:  # fmt: skip
-        """Sinks of a hit may lie in the free queue, from where they are taken; a connector's need new blocks."""
+        """Sinks of a hit may lie in the free queue, from where they are taken; a connector's need
+        new blocks."""
         count: int = super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **kwargs
         )
         if request_id in self.num_cached_block:  # it has them
             return count
         known = self._skipped_sinks(new_computed_blocks, total_computed_tokens)
-        return count + self._get_num_evictable_blocks(known) + self._num_sinks(total_computed_tokens) - len(known)
+        return (
+            count
+            + self._get_num_evictable_blocks(known)
+            + self._num_sinks(total_computed_tokens)
+            - len(known)
+        )
 
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[Any], num_local_computed_tokens: int,
@@ -102,27 +120,36 @@ class SinkWindowManager(SlidingWindowManager):
         self.req_to_blocks[request_id][: len(sinks)] = sinks
 
     def allocate_external_computed_blocks(
-        self, request_id: str, num_local_computed_tokens: int, num_external_computed_tokens: int, *args: Any,
+        self, request_id: str, num_local_computed_tokens: int, num_external_computed_tokens: int,
+        *args: Any,
         **kwargs: Any,
     ) -> None:  # fmt: skip
-        """As of the window, which has no blocks for the sinks that a connector brings: they get some."""
+        """As of the window, which has no blocks for the sinks that a connector brings: they get
+        some."""
         super().allocate_external_computed_blocks(
             request_id, num_local_computed_tokens, num_external_computed_tokens, *args, **kwargs
         )
         blocks = self.req_to_blocks[request_id]
         sinks = range(self._num_sinks(num_local_computed_tokens + num_external_computed_tokens))
         missing = [number for number in sinks if blocks[number].is_null]
-        for number, block in zip(missing, self.block_pool.get_new_blocks(len(missing)), strict=True):
+        for number, block in zip(
+            missing, self.block_pool.get_new_blocks(len(missing)), strict=True
+        ):
             blocks[number] = block
             if self._record_new_block_ids:
                 self.new_block_ids.append(block.block_id)
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """As of the window, which takes skipped blocks for known ones: sinks that a connector brought are not yet."""
+        """As of the window, which takes skipped blocks for known ones: sinks that a connector
+        brought are not yet."""
         blocks = self.req_to_blocks[request.request_id]
         known = self.num_cached_block.get(request.request_id, 0)
         stop = min(self.kv_cache_spec.sink_blocks, num_tokens // self.block_size, known)
-        new = [number for number in range(stop) if blocks[number].block_hash is None and not blocks[number].is_null]
+        new = [
+            number
+            for number in range(stop)
+            if blocks[number].block_hash is None and not blocks[number].is_null
+        ]
         if new:
             self.block_pool.cache_full_blocks(
                 request=request,
@@ -152,4 +179,5 @@ class SinkWindowManager(SlidingWindowManager):
 
 
 KVCacheSpecRegistry._ensure_registered()
-KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager)  # in every process that such a spec reaches
+# in every process that such a spec reaches
+KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager)

@@ -18,7 +18,8 @@ HEALTH_ROUTES = frozenset({"/health", "/ping"})
 METRICS_ROUTES = frozenset({"/metrics", "/metrics/"})
 OPEN_ROUTES = HEALTH_ROUTES | METRICS_ROUTES  # no tenant's data
 PAGE = "/kvgraft"
-PAGE_ROUTES = frozenset({PAGE, "/v1/kvgraft/status"})  # read by browsers, which can show a key as a password only
+# read by browsers, which can show a key as a password only
+PAGE_ROUTES = frozenset({PAGE, "/v1/kvgraft/status"})
 KEY_ROUTES = PAGE_ROUTES | {
     "/detokenize",
     "/docs",
@@ -39,7 +40,8 @@ KEY_ROUTES = PAGE_ROUTES | {
     "/v1/responses",
     "/version",
 }
-STORED_RESPONSE = re.compile(r"/v1/responses/resp_[^/]+(/cancel)?")  # `keys` refuses a store for several tenants
+# `keys` refuses a store for several tenants
+STORED_RESPONSE = re.compile(r"/v1/responses/resp_[^/]+(/cancel)?")
 
 
 def access(path: str) -> Access:

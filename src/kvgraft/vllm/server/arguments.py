@@ -1,4 +1,5 @@
-"""The command line of `kvgraft serve`: vLLM's own, with our defaults, our flags, and what does not go together."""
+"""The command line of `kvgraft serve`: vLLM's own, with our defaults, our flags, and what does not
+go together."""
 
 import os
 from argparse import Namespace
@@ -16,7 +17,15 @@ from kvgraft.kv.heads import HEAD_MAP_FILE
 from kvgraft.models import KNOWN, find_model, is_name
 from kvgraft.prefill.profile import POLICY_FILE
 from kvgraft.testbed import MODEL_DIR
-from kvgraft.vllm.compat import ALLOW_UNTESTED, BY_HEAD, CONNECTOR, FLOW, HEAD_MAP, WORKER_CLASS, transfer_config
+from kvgraft.vllm.compat import (
+    ALLOW_UNTESTED,
+    BY_HEAD,
+    CONNECTOR,
+    FLOW,
+    HEAD_MAP,
+    WORKER_CLASS,
+    transfer_config,
+)
 from kvgraft.vllm.compat.command_line import make_arg_parser
 from kvgraft.vllm.compat.families import BY_HEAD_ARCHITECTURES
 from kvgraft.vllm.compat.forced_tokens import RAW
@@ -30,7 +39,8 @@ from kvgraft.vllm.settings import KVGraftSettings, given_settings
 
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 wastes the edges of segments
 BUNDLED_NAMES = ["bundled", str(MODEL_DIR)]
-BUNDLED_CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"  # its words stand between spaces
+# its words stand between spaces
+BUNDLED_CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 BUNDLED_KV_BYTES = 1 << 30  # instead of most of the machine, which vLLM takes unasked
 KNOWN_KV_BYTES = 2 << 30  # likewise, of models that can be had by name
 NEVER = ("trust_remote_code", "trust_request_chat_template", "enable_prompt_embeds")
@@ -76,9 +86,17 @@ def parse(arguments: Sequence[str]) -> Namespace:
 
 
 def _make_parser() -> FlexibleArgumentParser:
-    parser = make_arg_parser(FlexibleArgumentParser(prog="kvgraft serve", usage="kvgraft serve [MODEL] [options]"))
-    parser.set_defaults(model=str(MODEL_DIR), host="127.0.0.1", allowed_origins=[], enable_prompt_tokens_details=True)
-    parser.set_defaults(prefix_cache_retention_interval=None)  # grafts need windows wherever they end
+    parser = make_arg_parser(
+        FlexibleArgumentParser(prog="kvgraft serve", usage="kvgraft serve [MODEL] [options]")
+    )
+    parser.set_defaults(
+        model=str(MODEL_DIR),
+        host="127.0.0.1",
+        allowed_origins=[],
+        enable_prompt_tokens_details=True,
+    )
+    # grafts need windows wherever they end
+    parser.set_defaults(prefix_cache_retention_interval=None)
     parser.set_defaults(shutdown_timeout=DRAIN_S)
     if current_platform.is_cpu():
         parser.set_defaults(block_size=CPU_BLOCK_SIZE, enforce_eager=True)
@@ -87,7 +105,8 @@ def _make_parser() -> FlexibleArgumentParser:
 
 
 def _serve_by_name(args: Namespace) -> None:
-    """Serve the model of this name under it. A known one was not made for bfloat16, which vLLM takes on a CPU."""
+    """Serve the model of this name under it. A known one was not made for bfloat16, which vLLM
+    takes on a CPU."""
     name = args.model
     args.model = str(find_model(name, fetch=not args.check))
     args.served_model_name = args.served_model_name or [name, args.model]
@@ -97,13 +116,17 @@ def _serve_by_name(args: Namespace) -> None:
 
 
 def _find_profile(args: Namespace) -> None:
-    """Take the profile that lies beside the weights, if nothing else says which policy requests have that name none.
+    """Take the profile that lies beside the weights, if nothing else says which policy requests
+    have that name none.
 
     Raises:
-        FileNotFoundError, ValueError: a profile was given that cannot be used; the message says why.
+        FileNotFoundError, ValueError: a profile was given that cannot be used; the message says
+            why.
     """
     given, model = args.kvgraft_profile, Path(args.model)
-    if given is None and (args.kvgraft_policy or args.kv_transfer_config or not (model / POLICY_FILE).is_file()):
+    if given is None and (
+        args.kvgraft_policy or args.kv_transfer_config or not (model / POLICY_FILE).is_file()
+    ):
         return
     if load_policy_profile(given, model, identify(model)) is not None:
         args.kvgraft_profile = str(Path(given or model / POLICY_FILE).absolute())
@@ -113,29 +136,54 @@ def _conflicts(args: Namespace) -> Iterator[str]:
     """What was asked for and cannot be had together with reuse."""
     config = args.kv_transfer_config
     if config is not None and config.kv_connector != CONNECTOR:
-        yield f"--kv-transfer-config names {config.kv_connector!r}: one connector at a time, as others keep grafts"
+        yield (
+            f"--kv-transfer-config names {config.kv_connector!r}: one connector at a time, as "
+            "others keep grafts"
+        )
     if args.kv_offloading_size is not None:
-        yield "--kv-offloading-size: it puts another connector in the place of ours; use --kvgraft-store-ram-gib"
+        yield (
+            "--kv-offloading-size: it puts another connector in the place of ours; use "
+            "--kvgraft-store-ram-gib"
+        )
     if config is not None and given_settings(args):
-        yield "settings of reuse stand either in --kv-transfer-config or in --kvgraft-* flags, not in both"
+        yield (
+            "settings of reuse stand either in --kv-transfer-config or in --kvgraft-* flags, not "
+            "in both"
+        )
     if args.enable_prefix_caching is False:
-        yield "--no-enable-prefix-caching: reuse finds its sources in the blocks of the prefix cache"
+        yield (
+            "--no-enable-prefix-caching: reuse finds its sources in the blocks of the prefix cache"
+        )
     if args.worker_cls not in ("auto", WORKER_CLASS):
         yield f"--worker-cls {args.worker_cls}: ours is {WORKER_CLASS}"
-    if args.kvgraft_refresh and args.enable_sleep_mode:
+    if args.kvgraft_idle_refresh and args.enable_sleep_mode:
         yield "--kvgraft-idle-refresh: an engine that sleeps must not read (--enable-sleep-mode)"
     if (args.api_server_count or 1) > 1:
-        yield "--api-server-count: one process only, as each would have its own cache keys and its own records"
-    if args.data_parallel_size > 1 or args.data_parallel_rank is not None or args.data_parallel_start_rank is not None:
         yield (
-            "data parallelism: a prompt would find only what its own engine has read, and pinned documents, refresh "
+            "--api-server-count: one process only, as each would have its own cache keys and its "
+            "own records"
+        )
+    if (
+        args.data_parallel_size > 1
+        or args.data_parallel_rank is not None
+        or args.data_parallel_start_rank is not None
+    ):
+        yield (
+            "data parallelism: a prompt would find only what its own engine has read, and pinned "
+            "documents, refresh "
             "and guard would reach one engine only; start one server per engine"
         )
     if args.headless or args.grpc or getattr(args, "grpc_port", None) is not None:
-        yield "--headless, --grpc, --grpc-port: they pass by our middleware, which keeps tenants apart"
+        yield (
+            "--headless, --grpc, --grpc-port: they pass by our middleware, which keeps tenants "
+            "apart"
+        )
     for name in NEVER:
         if getattr(args, name):
-            yield f"--{name.replace('_', '-')}: this server runs no code and reads no tensors that others bring"
+            yield (
+                f"--{name.replace('_', '-')}: this server runs no code and reads no tensors that "
+                "others bring"
+            )
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
         yield "VLLM_USE_RUST_FRONTEND: it passes by our middleware, which keeps tenants apart"
 
@@ -144,11 +192,20 @@ def _flags_beside_guard(args: Namespace) -> Iterator[str]:
     if args.enable_sleep_mode:
         yield "--kvgraft-guard: an engine that sleeps must not score (--enable-sleep-mode)"
     if args.logprobs_mode != RAW:
-        yield f"--kvgraft-guard: answers are scored by {RAW}, not by --logprobs-mode {args.logprobs_mode}"
+        yield (
+            f"--kvgraft-guard: answers are scored by {RAW}, not by --logprobs-mode "
+            f"{args.logprobs_mode}"
+        )
     if 0 <= args.max_logprobs < NUM_LOGPROBS:
-        yield f"--kvgraft-guard: it needs --max-logprobs of at least {NUM_LOGPROBS}, got {args.max_logprobs}"
+        yield (
+            f"--kvgraft-guard: it needs --max-logprobs of at least {NUM_LOGPROBS}, got "
+            f"{args.max_logprobs}"
+        )
     if args.speculative_config is not None:
-        yield "--kvgraft-guard: drafts (--speculative-config) would stand in the answers that are scored"
+        yield (
+            "--kvgraft-guard: drafts (--speculative-config) would stand in the answers that are "
+            "scored"
+        )
 
 
 def _follow(args: Namespace) -> None:
@@ -165,9 +222,14 @@ def _keep_heads_by_class(args: Namespace) -> None:
     architecture = load_config(args.model).architecture
     if architecture not in BY_HEAD_ARCHITECTURES:
         known = ", ".join(BY_HEAD_ARCHITECTURES)
-        raise ValueError(f"--kvgraft-head-paging: model class {architecture}: supported are {known}")
+        raise ValueError(
+            f"--kvgraft-head-paging: model class {architecture}: supported are {known}"
+        )
     args.hf_overrides = {"architectures": [f"{BY_HEAD}{architecture}"]}
-    args.additional_config = {**(args.additional_config or {}), HEAD_MAP: str(_head_map(args).absolute())}
+    args.additional_config = {
+        **(args.additional_config or {}),
+        HEAD_MAP: str(_head_map(args).absolute()),
+    }
     if args.kvgraft_allow_untested:
         args.additional_config[ALLOW_UNTESTED] = True
 
@@ -179,22 +241,34 @@ def _head_map(args: Namespace) -> Path:
 def _flags_beside_head_paging(args: Namespace) -> Iterator[str]:
     for name in ("flow", "store_dir", "store_ram_gib", "store_shared", "residual_layers"):
         if getattr(args, name := f"{PREFIX}{name}") is not None:
-            yield f"--{name.replace('_', '-')} does not go with --kvgraft-head-paging: it takes all heads for alike"
+            yield (
+                f"--{name.replace('_', '-')} does not go with --kvgraft-head-paging: it takes all "
+                "heads for alike"
+            )
     if args.hf_overrides:
         yield "--hf-overrides does not go with --kvgraft-head-paging, which names the model class"
     if not _head_map(args).is_file():
-        yield f"--kvgraft-head-paging: no head map {_head_map(args)}; {MAKE_MAP}, or give --kvgraft-head-map"
+        yield (
+            f"--kvgraft-head-paging: no head map {_head_map(args)}; {MAKE_MAP}, or give "
+            "--kvgraft-head-map"
+        )
 
 
 def _flags_beside_plain(args: Namespace) -> Iterator[str]:
     for name in _own_flags(args):
-        if name not in WITHOUT_REUSE and (name not in BESIDE_HEAD_PAGING or not args.kvgraft_head_paging):
+        if name not in WITHOUT_REUSE and (
+            name not in BESIDE_HEAD_PAGING or not args.kvgraft_head_paging
+        ):
             yield f"--no-kvgraft does not go with --{name.replace('_', '-')}"
 
 
 def _own_flags(args: Namespace) -> list[str]:
     """Those of ours that were given, but for --no-kvgraft."""
-    return [n for n, value in vars(args).items() if n.startswith(PREFIX) and value is not None and value is not False]
+    return [
+        n
+        for n, value in vars(args).items()
+        if n.startswith(PREFIX) and value is not None and value is not False
+    ]
 
 
 def _refuse(reasons: Iterator[str]) -> None:

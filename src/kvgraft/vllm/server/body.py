@@ -11,7 +11,8 @@ from kvgraft.vllm.options import KEY, PARAMS
 from kvgraft.vllm.server.errors import Refused
 
 MAX_BODY = 32 << 20  # bytes
-WRAPPERS = ("extra_body", "extra_args", "extra_params", "model_kwargs", "vllm_xargs")  # of client libraries and proxies
+# of client libraries and proxies
+WRAPPERS = ("extra_body", "extra_args", "extra_params", "model_kwargs", "vllm_xargs")
 
 
 class Disconnected(Exception):
@@ -42,7 +43,8 @@ async def read_body(headers: Headers, receive: Receive) -> bytes:
 
 
 def parsed(body: bytes) -> Any:
-    """A JSON body. vLLM understands more than strict JSON, and so do we. ValueError if nobody understands it."""
+    """A JSON body. vLLM understands more than strict JSON, and so do we. ValueError if nobody
+    understands it."""
     try:
         return msgspec.json.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
@@ -54,7 +56,8 @@ def parsed(body: bytes) -> Any:
 
 def misplaced_options(body: Any) -> str | None:
     """The field of a parsed request that says something of reuse where nothing reads it, such as
-    `extra_body.kv_transfer_params`; None: there is none. A wrapper may be an object or JSON text, within others."""
+    `extra_body.kv_transfer_params`; None: there is none. A wrapper may be an object or JSON text,
+    within others."""
     if not isinstance(body, dict):
         return None
     if KEY in body:

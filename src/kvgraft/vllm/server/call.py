@@ -14,12 +14,15 @@ class Call:
     """One HTTP request on its way to the engine.
 
     Attributes:
-        salt: the cache key to use as it is; None derives it from the tenant and what the client chose.
+        salt: the cache key to use as it is; None derives it from the tenant and what the client
+            chose.
         lora_request: vLLM's, of a request of the server's own that runs under an adapter.
         kinds: what it is, of `exact_for`: tools.
         low_priority: nobody waits for it, so all other requests come first.
-        reports: what the engine reported on each prompt of the request, in their order; None until it ends.
-        watched: what the guard notes of its prompts, by vLLM's ids, which clients may choose: not unique on a server.
+        reports: what the engine reported on each prompt of the request, in their order; None until
+            it ends.
+        watched: what the guard notes of its prompts, by vLLM's ids, which clients may choose: not
+            unique on a server.
         cached: tokens of each that came from a cache, as vLLM counts them; 0 until it says so.
     """
 

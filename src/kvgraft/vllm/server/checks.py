@@ -1,7 +1,7 @@
 """What is refused in seconds, before vLLM is imported and again before a model is loaded.
 
-`check_arguments` reads a command line without vLLM; `check_parsed` looks at the same things once vLLM has parsed it.
-"""
+`check_arguments` reads a command line without vLLM; `check_parsed` looks at the same things once
+vLLM has parsed it."""
 
 import difflib
 import errno
@@ -98,7 +98,12 @@ def help_text() -> str:
 
 def make_parser() -> ArgumentParser:
     """Our flags, and those of vLLM that are checked here, with the defaults of `kvgraft serve`."""
-    parser = _Parser(prog="kvgraft serve", usage="kvgraft serve [MODEL] [options]", add_help=False, allow_abbrev=False)
+    parser = _Parser(
+        prog="kvgraft serve",
+        usage="kvgraft serve [MODEL] [options]",
+        add_help=False,
+        allow_abbrev=False,
+    )
     add_flags(parser)
     group = parser.add_argument_group("Of vLLM", "These and all others: kvgraft serve --help=all")
     group.add_argument("--model", help="Directory or name, as MODEL; the bundled one by default.")
@@ -106,10 +111,18 @@ def make_parser() -> ArgumentParser:
     group.add_argument("--port", type=int, default=PORT, help="And its port.")
     group.add_argument("--uds", help="Instead: path of a Unix socket.")
     group.add_argument("--api-key", nargs="+", help="Each is a tenant; rather set VLLM_API_KEY.")
-    for flag, text in (("keyfile", "Key"), ("certfile", "Certificate"), ("ca-certs", "Authorities")):
+    for flag, text in (
+        ("keyfile", "Key"),
+        ("certfile", "Certificate"),
+        ("ca-certs", "Authorities"),
+    ):
         group.add_argument(f"--ssl-{flag}", help=f"{text} for TLS, a PEM file.")
     group.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8, ...")
-    for short, name in (("-pp", "pipeline"), ("-dcp", "decode-context"), ("-pcp", "prefill-context")):
+    for short, name in (
+        ("-pp", "pipeline"),
+        ("-dcp", "decode-context"),
+        ("-pcp", "prefill-context"),
+    ):
         group.add_argument(short, f"--{name}-parallel-size", type=int, default=1, help="1 only.")
     return parser
 
@@ -135,7 +148,8 @@ def _dashed(argument: str) -> str:
 
 
 def _check_spelling(unknown: Iterable[str]) -> None:
-    """Raise ValueError of what can only be meant as a flag of ours. What begins one flag is left to vLLM's parser."""
+    """Raise ValueError of what can only be meant as a flag of ours. What begins one flag is left to
+    vLLM's parser."""
     known = [flag for flag in make_parser()._option_string_actions if flag.startswith("--")]
     for flag in unknown:
         if not flag.startswith(OWN) or sum(name.startswith(flag) for name in known) == 1:
@@ -184,7 +198,8 @@ def _check_settings(given: Mapping[str, Any]) -> None:
 
 
 def _model_reasons(model: str | None) -> Iterator[str]:
-    """Why there is no such model; one that can be fetched is one, and names with a slash are vLLM's affair."""
+    """Why there is no such model; one that can be fetched is one, and names with a slash are vLLM's
+    affair."""
     from kvgraft.models import KNOWN, find_model, is_name
 
     if model is None or model in KNOWN:
@@ -203,7 +218,10 @@ def _socket_reasons(path: Path) -> Iterator[str]:
 
 
 def _tls_reasons(args: Namespace) -> Iterator[str]:
-    files = {f"--ssl-{n.replace('_', '-')}": getattr(args, f"ssl_{n}") for n in ("keyfile", "certfile", "ca_certs")}
+    files = {
+        f"--ssl-{n.replace('_', '-')}": getattr(args, f"ssl_{n}")
+        for n in ("keyfile", "certfile", "ca_certs")
+    }
     given = {flag: path for flag, path in files.items() if path is not None}
     missing = [f"{flag} {path}" for flag, path in given.items() if not Path(path).is_file()]
     yield from (f"{named}: there is no such file; give one in PEM format" for named in missing)

@@ -1,4 +1,5 @@
-"""The one gate to the engine: whatever a route sends, the request that leaves carries its tenant's cache key."""
+"""The one gate to the engine: whatever a route sends, the request that leaves carries its tenant's
+cache key."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -19,7 +20,8 @@ from kvgraft.vllm.server.request_log import Entry, RequestLog
 from kvgraft.vllm.server.sharing import SHARED, Grants
 from kvgraft.vllm.server.tenancy import Principal, Salts, Tenant
 
-NOT_RESET = "Failed to reset KV cache even when all the running requests are preempted"  # says vLLM's scheduler
+# says vLLM's scheduler
+NOT_RESET = "Failed to reset KV cache even when all the running requests are preempted"
 MAX_MESSAGE = 300  # characters of an error that repeats what the client sent
 
 
@@ -27,7 +29,8 @@ def parse_params(params: Any, default: RequestOptions) -> RequestOptions:
     """The options in a request's `kv_transfer_params`.
 
     Raises:
-        ValueError: a field that does not exist or a value that is not allowed; the message names it.
+        ValueError: a field that does not exist or a value that is not allowed; the message names
+            it.
     """
     try:
         if not isinstance(params, Mapping):
@@ -47,7 +50,8 @@ class TenantEngineClient:
     """Stands before vLLM's engine client, so that no route can reach the engine around it.
 
     Args:
-        client: vLLM's `AsyncLLM`; four of its entrances are replaced on this instance, one of its output processor.
+        client: vLLM's `AsyncLLM`; four of its entrances are replaced on this instance, one of its
+            output processor.
 
     Attributes:
         before_request: awaited before a request enters the engine that does not yield to others.
@@ -57,9 +61,19 @@ class TenantEngineClient:
     """
 
     def __init__(
-        self, client: Any, salts: Salts, grants: Grants, request_log: RequestLog, default: RequestOptions
+        self,
+        client: Any,
+        salts: Salts,
+        grants: Grants,
+        request_log: RequestLog,
+        default: RequestOptions,
     ) -> None:
-        self._salts, self._grants, self._request_log, self._default = salts, grants, request_log, default
+        self._salts, self._grants, self._request_log, self._default = (
+            salts,
+            grants,
+            request_log,
+            default,
+        )
         self.before_request: Callable[[], Awaitable[None]] = _nothing
         self.guard: ServerGuard | None = None
         self.exact_for: frozenset[str] = frozenset()
@@ -69,7 +83,10 @@ class TenantEngineClient:
         self._reset, client.reset_prefix_cache = client.reset_prefix_cache, self.reset_prefix_cache
         self._add_lora, client.add_lora = client.add_lora, self.add_lora
         self._stopped = StoppedReports(client.output_processor)
-        self._admit, client.engine_core.add_request_async = client.engine_core.add_request_async, self.admit
+        self._admit, client.engine_core.add_request_async = (
+            client.engine_core.add_request_async,
+            self.admit,
+        )
 
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
@@ -77,7 +94,8 @@ class TenantEngineClient:
         """As vLLM's own, which it calls; refuses bad options before anything runs.
 
         Raises:
-            VLLMValidationError: the request's `kv_transfer_params` are not what `parse_params` allows.
+            VLLMValidationError: the request's `kv_transfer_params` are not what `parse_params`
+                allows.
             NotGranted: they name a shared namespace that is not granted to the caller.
         """
         params, call, options = _params_of(sampling_params), CURRENT.get(), self._default
@@ -85,7 +103,9 @@ class TenantEngineClient:
             try:
                 options = parse_params(params, self._default)
                 if options.forced_output:
-                    check_forced_output(options.forced_output, sampling_params, self._client.vllm_config)
+                    check_forced_output(
+                        options.forced_output, sampling_params, self._client.vllm_config
+                    )
                 if call is not None:
                     self._grants.names_for(call.principal.tenant, options.shared)
             except ValueError as error:
@@ -106,7 +126,8 @@ class TenantEngineClient:
         return self._watch(call, len(call.reports) - 1, outputs, request_id)
 
     async def admit(self, request: Any) -> None:
-        """Set the cache key of an `EngineCoreRequest`, say what is shared with it, and send it to the engine."""
+        """Set the cache key of an `EngineCoreRequest`, say what is shared with it, and send it to
+        the engine."""
         call = CURRENT.get()
         if call is None or not call.low_priority:
             await self.before_request()
@@ -116,7 +137,9 @@ class TenantEngineClient:
             request.cache_salt = call.salt
         else:
             given = (_params_of(request.sampling_params) or {}).get(KEY) or {}
-            request.cache_salt = self._salts.of(call.principal.tenant, given.get("namespace", ""), request.cache_salt)
+            request.cache_salt = self._salts.of(
+                call.principal.tenant, given.get("namespace", ""), request.cache_salt
+            )
             self._share(request, self._grants.names_for(call.principal.tenant, given.get("shared")))
         name = getattr(request, "external_req_id", None) or request.request_id
         if call is not None and (watched := call.watched.get(name)) is not None:
@@ -129,12 +152,15 @@ class TenantEngineClient:
         if names and request.sampling_params is not None:  # others never graft
             salts = [self._salts.of(SHARED, name) for name in names]
             granted = {GRANTED: granted_params(request.cache_salt, salts)}
-            params, extra = _params_of(request.sampling_params) or {}, request.sampling_params.extra_args or {}
+            params, extra = (
+                _params_of(request.sampling_params) or {},
+                request.sampling_params.extra_args or {},
+            )
             request.sampling_params.extra_args = {**extra, PARAMS: {**params, **granted}}
 
     async def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """As vLLM's own, which it calls; False while a prompt is recovered, where vLLM preempts all that runs, cannot
-        preempt that, and raises an error."""
+        """As vLLM's own, which it calls; False while a prompt is recovered, where vLLM preempts all
+        that runs, cannot preempt that, and raises an error."""
         await self.before_request()
         if self.guard is not None:
             await self.guard.reset()
@@ -146,7 +172,8 @@ class TenantEngineClient:
             return False
 
     async def add_lora(self, lora_request: Any) -> bool:
-        """As vLLM's own, which it calls. Answers of an adapter that gets other weights are not scored any more."""
+        """As vLLM's own, which it calls. Answers of an adapter that gets other weights are not
+        scored any more."""
         if lora_request.load_inplace and self.guard is not None:
             await self.guard.reset()
         return bool(await self._add_lora(lora_request))
@@ -165,23 +192,35 @@ class TenantEngineClient:
         await self._client.abort([*self._client.output_processor.request_states], internal=True)
 
     async def control(
-        self, tenant: Tenant, namespace: str, control: Control, token_ids: list[int], lora_request: Any = None
+        self,
+        tenant: Tenant,
+        namespace: str,
+        control: Control,
+        token_ids: list[int],
+        lora_request: Any = None,
     ) -> dict[str, Any]:
-        """Run an operation on the pinned documents of one namespace; `token_ids` is the text to pin, which is read
-        under this adapter of vLLM's.
+        """Run an operation on the pinned documents of one namespace; `token_ids` is the text to
+        pin, which is read under this adapter of vLLM's.
 
         Returns:
-            The engine's answer, see `PinControls.apply`; empty if the engine has no connector of ours.
+            The engine's answer, see `PinControls.apply`; empty if the engine has no connector of
+            ours.
 
         Raises:
             VLLMValidationError: the text is longer than the model allows.
         """
-        call = Call(Principal(tenant, is_admin=True), "", self._salts.of(tenant, namespace), lora_request)
-        return await self.operate(call, control, token_ids, f"kvgraft-{control.op}-{self._salts.nobody()[:16]}")
+        call = Call(
+            Principal(tenant, is_admin=True), "", self._salts.of(tenant, namespace), lora_request
+        )
+        return await self.operate(
+            call, control, token_ids, f"kvgraft-{control.op}-{self._salts.nobody()[:16]}"
+        )
 
-    async def operate(self, call: Call, control: Control, token_ids: list[int], request_id: str) -> dict[str, Any]:
-        """Run an operation; returns the engine's answer, empty if it was aborted or the engine has no connector of
-        ours.
+    async def operate(
+        self, call: Call, control: Control, token_ids: list[int], request_id: str
+    ) -> dict[str, Any]:
+        """Run an operation; returns the engine's answer, empty if it was aborted or the engine has
+        no connector of ours.
 
         Raises:
             VLLMValidationError: the prompt is longer than the model allows.
@@ -190,7 +229,12 @@ class TenantEngineClient:
         return (output.kv_transfer_params or {}).get(KEY) or {} if output is not None else {}
 
     async def run(
-        self, call: Call, params: dict[str, Any], token_ids: list[int], request_id: str, **sampling: Any
+        self,
+        call: Call,
+        params: dict[str, Any],
+        token_ids: list[int],
+        request_id: str,
+        **sampling: Any,
     ) -> Any | None:
         """A request of ours with these `kv_transfer_params` and sampling parameters.
 
@@ -210,7 +254,9 @@ class TenantEngineClient:
         before, last = CURRENT.set(call), None
         try:
             prompt, lora = tokens_input(token_ids), call.lora_request
-            async with aclosing(self._generate(prompt, sampling_params, request_id, lora_request=lora)) as outputs:
+            async with aclosing(
+                self._generate(prompt, sampling_params, request_id, lora_request=lora)
+            ) as outputs:
                 async for output in outputs:
                     last = output
             return last

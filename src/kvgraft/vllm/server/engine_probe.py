@@ -17,9 +17,8 @@ CPU_MARGIN_S = 30.0
 def default_limit_s() -> float:
     """Seconds of silence after which an engine counts as frozen.
 
-    An engine answers between its steps. On a CPU a step may take minutes, but no longer than vLLM's executor waits
-    for its workers; then vLLM ends the engine itself.
-    """
+    An engine answers between its steps. On a CPU a step may take minutes, but no longer than vLLM's
+    executor waits for its workers; then vLLM ends the engine itself."""
     if current_platform.is_cpu():
         return float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS) + CPU_MARGIN_S
     return ACCELERATOR_LIMIT_S
@@ -55,6 +54,7 @@ class EngineProbe:
     async def _run(self) -> None:
         """Ask until the engine is dead, which vLLM notices itself."""
         while True:
-            await self._client.is_paused()  # answered by the engine's main loop, which has no step to run for it
+            # answered by the engine's main loop, which has no step to run for it
+            await self._client.is_paused()
             self._answered = time.monotonic()
             await asyncio.sleep(PERIOD_S)

@@ -1,4 +1,5 @@
-"""The guard of one server: which requests are watched, at which level they are answered, and what metrics say of it."""
+"""The guard of one server: which requests are watched, at which level they are answered, and what
+metrics say of it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +7,15 @@ from typing import Any
 from kvgraft.guard.breaker import Level, Transition
 from kvgraft.guard.guard import Guard
 from kvgraft.prefill.report import Outcome
-from kvgraft.vllm.options import EXACT_BECAUSE, GUARDED, KEY, NOTE_PLAN, OWN_FIELDS, PARAMS, RequestOptions
+from kvgraft.vllm.options import (
+    EXACT_BECAUSE,
+    GUARDED,
+    KEY,
+    NOTE_PLAN,
+    OWN_FIELDS,
+    PARAMS,
+    RequestOptions,
+)
 from kvgraft.vllm.server.call import Call
 from kvgraft.vllm.server.logprob_recorder import LogprobRecorder, can_be_watched, watched
 from kvgraft.vllm.server.metrics import GuardMetrics
@@ -20,8 +29,15 @@ APPROXIMATE = (Outcome.GRAFTED, Outcome.CONTINUED)
 class ServerGuard:
     """Beside the gate to the engine, `engine_client`."""
 
-    def __init__(self, settings: KVGraftSettings, engine_client: EngineGate, model_name: str) -> None:
-        self.guard = Guard(settings.guard, settings.target, default=settings.default.policy, on_transition=self._moved)
+    def __init__(
+        self, settings: KVGraftSettings, engine_client: EngineGate, model_name: str
+    ) -> None:
+        self.guard = Guard(
+            settings.guard,
+            settings.target,
+            default=settings.default.policy,
+            on_transition=self._moved,
+        )
         self.metrics = GuardMetrics(model_name)
         profile = settings.policy_profile
         self._scorer = Scorer(engine_client, settings.guard_tokens, self.scored, self.metrics)
@@ -29,11 +45,15 @@ class ServerGuard:
         self._noise = None if profile is None else profile.order_noise[0]
         self.metrics.noise.set(self._noise or 0.0)
 
-    def begin(self, call: Call, params: Any, options: RequestOptions) -> tuple[Any, LogprobRecorder]:
-        """A request that may be approximate is about to enter the engine: the sampling parameters with which it does,
-        and what is noted of it."""
+    def begin(
+        self, call: Call, params: Any, options: RequestOptions
+    ) -> tuple[Any, LogprobRecorder]:
+        """A request that may be approximate is about to enter the engine: the sampling parameters
+        with which it does, and what is noted of it."""
         can = can_be_watched(params)
-        ticket = self.guard.admit(options.policy, guarded=options.quality == GUARDED, can_be_watched=can)
+        ticket = self.guard.admit(
+            options.policy, guarded=options.quality == GUARDED, can_be_watched=can
+        )
         if ticket.level is Level.EXACT:
             params = exact(params, "guard_tripped")
         elif ticket.level is Level.LARGER_BUDGET:
@@ -74,20 +94,25 @@ class ServerGuard:
         self.metrics.bound(sample.ticket.name, self.guard.policy_view(sample.ticket.name))
 
     async def reset(self) -> None:
-        """The prefix cache is about to be reset: answers that wait to be scored may be of old weights."""
+        """The prefix cache is about to be reset: answers that wait to be scored may be of old
+        weights."""
         await self._scorer.reset()
 
     def view(self, tenant: str | None) -> dict[str, Any]:
-        """For the page: see `Guard.view`; `order_noise` is the unit of KL, in nats, if a profile knows it."""
+        """For the page: see `Guard.view`; `order_noise` is the unit of KL, in nats, if a profile
+        knows it."""
         return {**self.guard.view(tenant), "order_noise": self._noise}
 
     def _moved(self, name: str, transition: Transition) -> None:
-        self.metrics.transitions.labels(name, transition.after.name.lower(), transition.reason).inc()
+        self.metrics.transitions.labels(
+            name, transition.after.name.lower(), transition.reason
+        ).inc()
         self.metrics.level.labels(name).set(int(transition.after))
 
 
 def exact(params: Any, reason: str) -> Any:
-    """Sampling parameters of a request that is to be answered with exact KV, with the reason for its report."""
+    """Sampling parameters of a request that is to be answered with exact KV, with the reason for
+    its report."""
     return _with_params(params, {EXACT_BECAUSE: reason})
 
 

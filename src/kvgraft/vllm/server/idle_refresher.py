@@ -1,4 +1,5 @@
-"""Reading anew: while no request is in flight, the engine reads what is popular and known only approximately."""
+"""Reading anew: while no request is in flight, the engine reads what is popular and known only
+approximately."""
 
 import asyncio
 import logging
@@ -17,8 +18,8 @@ ABORT_S = 0.01  # until a request is aborted that was not in the engine yet
 
 
 class IdleRefresher:
-    """Asks the engine what to read, reads it chunk by chunk, and stops when any request arrives. What was read until
-    then stays known, and the rest of the text comes next.
+    """Asks the engine what to read, reads it chunk by chunk, and stops when any request arrives.
+    What was read until then stays known, and the rest of the text comes next.
 
     Nothing is asked while nothing has arrived since there was nothing left to read.
 
@@ -61,9 +62,13 @@ class IdleRefresher:
             if not tokens:
                 return
             for stop in [*range(CHUNK, len(tokens), CHUNK), len(tokens)]:
-                if self._arrived.is_set() or not await self._operate(READ, text["cache_salt"], tokens[:stop]):
+                if self._arrived.is_set() or not await self._operate(
+                    READ, text["cache_salt"], tokens[:stop]
+                ):
                     return
 
     async def _operate(self, op: str, salt: str, token_ids: list[int]) -> dict[str, Any]:
         self._request_id = f"kvgraft-{op}-{secrets.token_hex(8)}"
-        return await self._engine_client.operate(Call.internal_request(salt), Control(op), token_ids, self._request_id)
+        return await self._engine_client.operate(
+            Call.internal_request(salt), Control(op), token_ids, self._request_id
+        )

@@ -1,4 +1,5 @@
-"""Who may reach a server: its API keys and its admin key, and what must not be open to the network."""
+"""Who may reach a server: its API keys and its admin key, and what must not be open to the
+network."""
 
 import ipaddress
 import os
@@ -36,20 +37,30 @@ class Keys:
         """From the parsed arguments of `kvgraft serve` or `vllm serve`, and the environment.
 
         Raises:
-            ValueError: a key is empty, the keys contradict each other, or tenants would share what they must not.
+            ValueError: a key is empty, the keys contradict each other, or tenants would share what
+                they must not.
         """
         api_keys = given_keys("--api-key", args.api_key, API_KEY)
         admin_key = getattr(args, "kvgraft_admin_key", None)
-        [admin_key] = given_keys("--kvgraft-admin-key", None if admin_key is None else [admin_key], ADMIN_KEY) or [None]
+        [admin_key] = given_keys(
+            "--kvgraft-admin-key", None if admin_key is None else [admin_key], ADMIN_KEY
+        ) or [None]
         keys = cls(api_keys, admin_key)
         if len(keys.api_keys) > 1 and os.environ.get(RESPONSES_STORE, "0") != "0":
-            raise ValueError(f"vLLM's store of responses knows no tenants: unset {RESPONSES_STORE} or keep one API key")
-        declared = getattr(args, "kvgraft_single_tenant", False) or os.environ.get(SINGLE_TENANT) == "1"
+            raise ValueError(
+                f"vLLM's store of responses knows no tenants: unset {RESPONSES_STORE} or keep one "
+                "API key"
+            )
+        declared = (
+            getattr(args, "kvgraft_single_tenant", False) or os.environ.get(SINGLE_TENANT) == "1"
+        )
         check_exposure(keys.api_keys, host=args.host, uds=args.uds, single_tenant=declared)
         return keys
 
 
-def check_exposure(api_keys: Sequence[str], *, host: str | None, uds: str | None, single_tenant: bool) -> None:
+def check_exposure(
+    api_keys: Sequence[str], *, host: str | None, uds: str | None, single_tenant: bool
+) -> None:
     """Raise ValueError if whoever reaches the server would share one cache unasked.
 
     Args:
@@ -58,16 +69,20 @@ def check_exposure(api_keys: Sequence[str], *, host: str | None, uds: str | None
         single_tenant: the operator said that all who reach the server belong together.
     """
     if api_keys and single_tenant:
-        raise ValueError("--kvgraft-single-tenant is for a server without API keys: each API key is a tenant")
+        raise ValueError(
+            "--kvgraft-single-tenant is for a server without API keys: each API key is a tenant"
+        )
     if not (api_keys or single_tenant or uds or _is_loopback(host)):
         raise ValueError(
-            f"without --api-key all callers share one cache, so the server may listen on loopback only, got host "
+            "without --api-key all callers share one cache, so the server may listen on loopback "
+            "only, got host "
             f"{host or '0.0.0.0'!r}: give API keys, or say --kvgraft-single-tenant"  # noqa: S104
         )
 
 
 def given_keys(flag: str, keys: Sequence[str] | None, variable: str) -> tuple[str, ...]:
-    """The keys of a flag, or else of a variable; ValueError if one is there and empty: that is not "no key"."""
+    """The keys of a flag, or else of a variable; ValueError if one is there and empty: that is not
+    "no key"."""
     source = flag
     if keys is None and (found := os.environ.get(variable)) is not None:
         keys, source = [found], variable

@@ -1,4 +1,5 @@
-"""The end of a server: what runs may finish, what is new is refused, and no process of the server outlives it."""
+"""The end of a server: what runs may finish, what is new is refused, and no process of the server
+outlives it."""
 
 import asyncio
 import os
@@ -26,7 +27,8 @@ RETRY_AFTER_S = 5
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 OPEN_IN_DRAIN = METRICS_ROUTES | PAGE_ROUTES
 NAMED_EVENTS = ("/v1/messages", "/v1/responses")  # whose server-sent events have a name
-_seen: set[psutil.Process] = set()  # processes below this one; one whose parent has died is found here only
+# processes below this one; one whose parent has died is found here only
+_seen: set[psutil.Process] = set()
 
 
 class CutOff(Refused):
@@ -40,8 +42,8 @@ class CutOff(Refused):
 class Drain:
     """The state of a server that was signalled to end.
 
-    The first signal starts the drain: requests that run have `limit_s` seconds. The second one ends the server at
-    once. A timer kills all processes if anything hangs.
+    The first signal starts the drain: requests that run have `limit_s` seconds. The second one ends
+    the server at once. A timer kills all processes if anything hangs.
 
     Args:
         limit_s: seconds; 0 ends all requests at once.
@@ -113,7 +115,8 @@ class Drain:
         while self._running and loop.time() < limit + CLOSE_S:
             await asyncio.sleep(POLL_S)
 
-        # From here on nothing depends on clients, so the engine gets END_S from now, not from the limit.
+        # From here on nothing depends on clients, so the engine gets END_S from now, not from the
+        # limit.
         self._end_after(END_S)
         if self.abort_requests is not None:
             await self.abort_requests()
@@ -129,8 +132,8 @@ class Drain:
 
 
 class DrainMiddleware:
-    """Pure ASGI, outside of all others. While the server drains, health and new requests get 503, and answers that
-    are cut off at the limit get an error.
+    """Pure ASGI, outside of all others. While the server drains, health and new requests get 503,
+    and answers that are cut off at the limit get an error.
 
     Args:
         silence: says why the engine is not healthy, or None.
@@ -191,13 +194,16 @@ class _Answer:
             self._is_whole = not message.get("more_body", False)
 
     async def cut_off(self, error: Refused, path: str, scope: Scope, receive: Receive) -> None:
-        """End the answer with an error; one that has begun and is no stream stays without its end."""
+        """End the answer with an error; one that has begun and is no stream stays without its
+        end."""
         if not self._has_started:
             await refuse(error, scope, receive, self._send)
         elif self._is_stream and not self._is_whole:
             name = b"event: error\n" if path in NAMED_EVENTS else b""
             data = msgspec.json.encode({"type": "error", "error": error.error})
-            await self._send({"type": "http.response.body", "body": name + b"data: " + data + b"\n\n"})
+            await self._send(
+                {"type": "http.response.body", "body": name + b"data: " + data + b"\n\n"}
+            )
 
 
 def note_children() -> None:
@@ -216,7 +222,8 @@ def end_children() -> None:
 
 
 def _ends_by_itself(process: psutil.Process) -> bool:
-    """Whether this is Python's resource tracker, which removes shared memory of those that were killed, then ends."""
+    """Whether this is Python's resource tracker, which removes shared memory of those that were
+    killed, then ends."""
     with suppress(psutil.Error):
         return any("resource_tracker" in part for part in process.cmdline())
     return False

@@ -1,7 +1,8 @@
-"""What a watched request says about its answer while it runs: tokens, and how likely the model found them.
+"""What a watched request says about its answer while it runs: tokens, and how likely the model
+found them.
 
-vLLM is asked for the log-probabilities of the most likely tokens, and what it says of them stays here.
-"""
+vLLM is asked for the log-probabilities of the most likely tokens, and what it says of them stays
+here."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +20,13 @@ class LogprobRecorder:
     """One request.
 
     Attributes:
-        kind: how vLLM's outputs follow each other; None: vLLM was not asked for log-probabilities on our behalf.
-        cache_salt, lora_request: under which it runs, and `request_id` as the engine knows it, once it is admitted.
+        kind: how vLLM's outputs follow each other; None: vLLM was not asked for log-probabilities
+            on our behalf.
+        cache_salt, lora_request: under which it runs, and `request_id` as the engine knows it, once
+            it is admitted.
         found: its distances from exact KV, when they are known.
-        prompt: its tokens. `answer`: those that it has had for an answer, and `logprobs` of each place.
+        prompt: its tokens. `answer`: those that it has had for an answer, and `logprobs` of each
+            place.
     """
 
     ticket: Ticket
@@ -62,8 +66,8 @@ def places(logprobs: Any, most: int | None = None) -> list[Logprobs]:
 
 
 def can_be_watched(params: Any) -> bool:
-    """Whether a request with these sampling parameters gives one answer, and has not asked for log-probabilities
-    itself."""
+    """Whether a request with these sampling parameters gives one answer, and has not asked for
+    log-probabilities itself."""
     return params.n == 1 and params.logprobs is None and params.logprob_token_ids is None
 
 

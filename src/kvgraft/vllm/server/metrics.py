@@ -1,4 +1,5 @@
-"""Prometheus metrics of the API server: first tokens, the engine's silence, and what the guard knows.
+"""Prometheus metrics of the API server: first tokens, the engine's silence, and what the guard
+knows.
 
 All carry vLLM's label `model_name`, and are of all tenants together.
 """
@@ -17,7 +18,26 @@ FIRST_TOKEN = "kvgraft:time_to_first_token_seconds"  # noqa: S105
 SILENT = "kvgraft:engine_silent_seconds"
 GUARD = "kvgraft:guard_"
 
-TTFT_BUCKETS = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 3.0, 5.0, 7.0, 10.0, 20.0, 30.0, 60.0, 120.0)  # seconds
+# seconds
+TTFT_BUCKETS = (
+    0.01,
+    0.03,
+    0.1,
+    0.2,
+    0.3,
+    0.5,
+    0.7,
+    1.0,
+    2.0,
+    3.0,
+    5.0,
+    7.0,
+    10.0,
+    20.0,
+    30.0,
+    60.0,
+    120.0,
+)
 KL_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # nats
 FLIP_BUCKETS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 LOGLIK_BUCKETS = (-3.0, -1.0, -0.3, -0.1, -0.03, 0.0, 0.03, 0.1, 0.3, 1.0, 3.0)  # nats
@@ -28,16 +48,27 @@ class _Metrics:
     """Metrics in the registry of this process, whose names begin with `prefix`, of one model."""
 
     def __init__(self, prefix: str, model_name: str) -> None:
-        for collector in {one for name, one in REGISTRY._names_to_collectors.items() if name.startswith(prefix)}:
+        for collector in {
+            one for name, one in REGISTRY._names_to_collectors.items() if name.startswith(prefix)
+        }:
             REGISTRY.unregister(collector)  # of an earlier engine of this process
         self._prefix, self._model_name = prefix, model_name
 
     def _add(
-        self, kind: type[MetricWrapperBase], name: str, text: str, labels: tuple[str, ...] = (), **more: Any
+        self,
+        kind: type[MetricWrapperBase],
+        name: str,
+        text: str,
+        labels: tuple[str, ...] = (),
+        **more: Any,
     ) -> Any:
         """A metric with the model's name and these labels, whose values it takes by their names."""
         metric = kind(self._prefix + name, text, ("model_name", *labels), **more)
-        return _OfModel(metric, self._model_name) if labels else metric.labels(model_name=self._model_name)
+        return (
+            _OfModel(metric, self._model_name)
+            if labels
+            else metric.labels(model_name=self._model_name)
+        )
 
 
 class _OfModel:
@@ -76,7 +107,9 @@ class EngineSilence(_Metrics):
 
     def __init__(self, model_name: str, silent_s: Callable[[], float]) -> None:
         super().__init__(SILENT, model_name)
-        self.seconds = self._add(Gauge, "", "Seconds since the engine last answered the API server.")
+        self.seconds = self._add(
+            Gauge, "", "Seconds since the engine last answered the API server."
+        )
         self.seconds.set_function(silent_s)
 
 
@@ -86,7 +119,9 @@ class GuardMetrics(_Metrics):
     def __init__(self, model_name: str) -> None:
         super().__init__(GUARD, model_name)
         add, by_depth = self._add, ("policy", "depth")
-        self.approximate = add(Counter, "approximate_total", "Answers on approximate KV.", ("policy",))
+        self.approximate = add(
+            Counter, "approximate_total", "Answers on approximate KV.", ("policy",)
+        )
         text = f"Answers chosen to be scored, by what became of it: {', '.join(OUTCOMES)}."
         self.answers = add(Counter, "answers_total", text, ("outcome",))
         for outcome in OUTCOMES:
@@ -101,7 +136,9 @@ class GuardMetrics(_Metrics):
         text = "How much likelier the answer's tokens were than on exact KV, mean, nats."
         self.loglik = add(Histogram, "loglik", text, by_depth, buckets=LOGLIK_BUCKETS)
 
-        self.noise = add(Gauge, "order_noise", "KL of the profile's order noise, nats; 0: not known.")
+        self.noise = add(
+            Gauge, "order_noise", "KL of the profile's order noise, nats; 0: not known."
+        )
         text = "Bounds at 95 % of the mean of flips, and of KL in nats."
         self.bounds = add(Gauge, "bound", text, ("policy", "measure", "side"))
         text = "0: as asked, 1: with a larger budget, 2: exact."

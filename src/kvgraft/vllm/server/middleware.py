@@ -1,4 +1,5 @@
-"""Every HTTP request: who calls, how much may be sent, and what answers say of reuse where vLLM says less."""
+"""Every HTTP request: who calls, how much may be sent, and what answers say of reuse where vLLM
+says less."""
 
 import re
 from contextlib import suppress
@@ -21,11 +22,13 @@ from kvgraft.vllm.settings import TOOLS
 
 _NO_ADMIN = "this server has no admin key: start it with KVGRAFT_ADMIN_KEY or --kvgraft-admin-key"
 _MISPLACED = (
-    f'has no effect here: send "{PARAMS}": {{"{KEY}": {{...}}}} at the top level of the request, beside "model"'
+    f'has no effect here: send "{PARAMS}": {{"{KEY}": {{...}}}} at the top level of the request, '
+    'beside "model"'
 )
 COMPLETIONS = frozenset({"/v1/completions", "/invocations"})  # one request may have several prompts
 _USAGE = re.compile(rb'"choices":\[\].*"usage":\{')
-_LAST_MESSAGE = b"event: message_stop\n"  # of Anthropic's Messages API, in the streams of which vLLM reports nothing
+# of Anthropic's Messages API, in the streams of which vLLM reports nothing
+_LAST_MESSAGE = b"event: message_stop\n"
 
 
 class ServerMiddleware:
@@ -37,7 +40,13 @@ class ServerMiddleware:
     """
 
     def __init__(
-        self, app: ASGIApp, keyring: Keyring, grants: Grants, default: RequestOptions, *, finds_tools: bool = False
+        self,
+        app: ASGIApp,
+        keyring: Keyring,
+        grants: Grants,
+        default: RequestOptions,
+        *,
+        finds_tools: bool = False,
     ) -> None:
         self._app, self._keyring, self._grants, self._default = app, keyring, grants, default
         self._finds_tools = finds_tools
@@ -60,11 +69,15 @@ class ServerMiddleware:
             return
         except Disconnected:
             return
-        kinds = frozenset({TOOLS} if self._finds_tools and body is not None and _may_call_tools(body) else ())
+        kinds = frozenset(
+            {TOOLS} if self._finds_tools and body is not None and _may_call_tools(body) else ()
+        )
         call = Call(principal, path, kinds=kinds) if principal is not None else None
         before = CURRENT.set(call)
         try:
-            await self._app(scope, receive if body is None else _Replay(body, receive), _reporting(call, send))
+            await self._app(
+                scope, receive if body is None else _Replay(body, receive), _reporting(call, send)
+            )
         finally:
             CURRENT.reset(before)
 
@@ -72,7 +85,8 @@ class ServerMiddleware:
         """Who calls; None where that does not matter.
 
         Raises:
-            Refused: no key, an unknown one, one that is not enough, or a path that the application does not have.
+            Refused: no key, an unknown one, one that is not enough, or a path that the application
+                does not have.
         """
         needed = access(path)
         if needed is Access.OPEN and scope["type"] == "websocket":
@@ -88,7 +102,11 @@ class ServerMiddleware:
         if needed is Access.ADMIN and not _has_route(scope):
             raise Refused(404, "this server has no such path")
         if needed is Access.ADMIN and not principal.is_admin:
-            raise Refused(403, "this needs the admin key") if self._keyring.has_admin else Refused(503, _NO_ADMIN)
+            raise (
+                Refused(403, "this needs the admin key")
+                if self._keyring.has_admin
+                else Refused(503, _NO_ADMIN)
+            )
         return principal
 
     def _check(self, body: bytes, principal: Principal) -> None:
@@ -135,7 +153,9 @@ def _may_call_tools(body: bytes) -> bool:
         found = parsed(body)
     except ValueError:
         return bool(body)
-    return isinstance(found, dict) and bool(found.get("tools")) and found.get("tool_choice") != "none"
+    return (
+        isinstance(found, dict) and bool(found.get("tools")) and found.get("tool_choice") != "none"
+    )
 
 
 class _Replay:
@@ -159,7 +179,8 @@ def _has_route(scope: Scope) -> bool:
 
 
 def _reporting(call: Call | None, send: Send) -> Send:
-    """`send`, which adds to an answer what vLLM leaves out: in streams the report, of several prompts all but one."""
+    """`send`, which adds to an answer what vLLM leaves out: in streams the report, of several
+    prompts all but one."""
     if call is None:
         return send
     streams, start, whole = False, None, bytearray()
@@ -167,7 +188,11 @@ def _reporting(call: Call | None, send: Send) -> Send:
     async def send_with_report(message: Message) -> None:
         nonlocal streams, start
         if message["type"] == "http.response.start":
-            streams = Headers(raw=message["headers"]).get("Content-Type", "").startswith("text/event-stream")
+            streams = (
+                Headers(raw=message["headers"])
+                .get("Content-Type", "")
+                .startswith("text/event-stream")
+            )
             if not streams and _has_many(call):
                 start = message  # is held until it is known how long the body will be
                 return
@@ -186,7 +211,8 @@ def _reporting(call: Call | None, send: Send) -> Send:
 
 
 def _has_many(call: Call) -> bool:
-    """Whether the request has several prompts: vLLM then reports one of them, and counts the cached tokens of one."""
+    """Whether the request has several prompts: vLLM then reports one of them, and counts the cached
+    tokens of one."""
     return call.route in COMPLETIONS and len(call.cached) > 1
 
 
@@ -211,7 +237,8 @@ def _reported(event: bytes, call: Call) -> bytes:
 
 
 def _of_all(body: bytes, call: Call) -> bytes:
-    """A JSON answer whose report and cached tokens are those of all prompts; another one as it is."""
+    """A JSON answer whose report and cached tokens are those of all prompts; another one as it
+    is."""
     try:
         answer = msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.MsgspecError:
@@ -225,5 +252,7 @@ def _of_all(body: bytes, call: Call) -> bytes:
 
 def _of_length(start: Message, length: int) -> Message:
     """The beginning of a response whose body has got another length."""
-    others = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+    others = [
+        (name, value) for name, value in start["headers"] if name.lower() != b"content-length"
+    ]
     return {**start, "headers": [*others, (b"content-length", str(length).encode())]}

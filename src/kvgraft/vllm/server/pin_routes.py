@@ -45,8 +45,9 @@ class Message(BaseModel):
 
 
 class NewPin(BaseModel):
-    """What to keep: a text, or messages as the chat template renders them, under a name in a tenant's namespace.
-    `model` names the adapter under which it is read: requests with that model graft from it, and no others."""
+    """What to keep: a text, or messages as the chat template renders them, under a name in a
+    tenant's namespace. `model` names the adapter under which it is read: requests with that model
+    graft from it, and no others."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -81,8 +82,8 @@ async def list_pins(
     namespace: Annotated[Namespace, Query()] = "",
     model: Annotated[Label | None, Query()] = None,
 ) -> dict[str, Any]:
-    """List the pinned documents of a tenant's namespace, of one model; of all tenants, if there are several and the
-    query names none of these."""
+    """List the pinned documents of a tenant's namespace, of one model; of all tenants, if there are
+    several and the query names none of these."""
     state = _state(request)
     if tenant is None and not state.keyring.has_one_tenant and not namespace and model is None:
         admin = Principal(state.keyring.tenants[0], is_admin=True)
@@ -127,7 +128,8 @@ async def _operate(
 
 
 async def _token_ids(wanted: NewPin, request: Request) -> list[int]:
-    """The tokens of the document, exactly as those of a prompt of its kind: vLLM's own tokenisation."""
+    """The tokens of the document, exactly as those of a prompt of its kind: vLLM's own
+    tokenisation."""
     if wanted.text is not None:
         asked = TokenizeCompletionRequest(prompt=wanted.text)
     else:
@@ -141,7 +143,8 @@ async def _token_ids(wanted: NewPin, request: Request) -> list[int]:
 
 
 def _adapter(request: Request, model: str | None) -> Any:
-    """vLLM's request for the adapter that is served under this name; None: it is the model itself."""
+    """vLLM's request for the adapter that is served under this name; None: it is the model
+    itself."""
     models = request.app.state.openai_serving_models
     if model is None or models.is_base_model(model):
         return None
@@ -151,7 +154,8 @@ def _adapter(request: Request, model: str | None) -> Any:
 
 
 def _adapter_name(request: Request, model: str | None) -> str:
-    """The adapter whose segments are meant, be it served by now or not; empty: those of the model itself."""
+    """The adapter whose segments are meant, be it served by now or not; empty: those of the model
+    itself."""
     is_base = model is None or request.app.state.openai_serving_models.is_base_model(model)
     return "" if is_base else str(model)
 
@@ -160,7 +164,9 @@ def _owner(request: Request, label: str | None, namespace: str) -> Tenant:
     try:
         return _state(request).owner(label, namespace)
     except ValueError as error:
-        raise Refused(400, str(error), param="namespace" if label == SHARED.label else "tenant") from error
+        raise Refused(
+            400, str(error), param="namespace" if label == SHARED.label else "tenant"
+        ) from error
 
 
 def _state(request: Request) -> ServerState:

@@ -28,7 +28,8 @@ class TenantPins:
 
     def __init__(self, guard: Callable[[], TenantEngineClient], quota: float) -> None:
         self._engine_client, self.quota = guard, quota
-        self._known: dict[PinPlace, dict[str, PinFields]] = {}  # by name; only namespaces that have segments
+        # by name; only namespaces that have segments
+        self._known: dict[PinPlace, dict[str, PinFields]] = {}
         self._asked_at: dict[PinPlace, float] = {}  # when they were listed last
         self._refreshing = asyncio.Lock()
 
@@ -49,26 +50,41 @@ class TenantPins:
             Refused: the engine refused it, or has no connector of ours.
         """
         if not os.environ.get(CONTROL_TOKEN):
-            raise Refused(503, f"the engine trusts nobody: set {CONTROL_TOKEN} to a secret before the server starts")
+            raise Refused(
+                503,
+                f"the engine trusts nobody: set {CONTROL_TOKEN} to a secret before the server "
+                "starts",
+            )
         charged = replace(control, owner=tenant.label, quota=self.quota)
-        answer = await self._engine_client().control(tenant, namespace, charged, token_ids or NO_TEXT, lora_request)
+        answer = await self._engine_client().control(
+            tenant, namespace, charged, token_ids or NO_TEXT, lora_request
+        )
         if "error" in answer:
             raise Refused(int(answer.get("status", 400)), str(answer["error"]))
         if not answer.keys() & {"pins", "pin"}:
-            raise Refused(503, "the engine runs without KVGraft: start the server with `kvgraft serve`")
+            raise Refused(
+                503, "the engine runs without KVGraft: start the server with `kvgraft serve`"
+            )
         self._note((tenant, namespace, control.adapter), control, answer)
         return answer
 
     async def view(self, principal: Principal) -> list[dict[str, Any]]:
-        """The segments that this caller may see: its own, or all for the admin; at most FRESH_FOR_S old."""
+        """The segments that this caller may see: its own, or all for the admin; at most FRESH_FOR_S
+        old."""
         async with self._refreshing:
-            mine = [place for place in self._known if principal.is_admin or place[0] == principal.tenant]
+            mine = [
+                place for place in self._known if principal.is_admin or place[0] == principal.tenant
+            ]
             for place in mine:
                 asked_at = self._asked_at.get(place)
                 if asked_at is None or time.monotonic() - asked_at > FRESH_FOR_S:
                     tenant, namespace, adapter = place
                     await self.operate(tenant, namespace, Control("list", adapter=adapter))
-        return [{**shown(*place), **segment} for place in mine for segment in self._known.get(place, {}).values()]
+        return [
+            {**shown(*place), **segment}
+            for place in mine
+            for segment in self._known.get(place, {}).values()
+        ]
 
     def _note(self, place: PinPlace, control: Control, answer: dict[str, Any]) -> None:
         """Remember what an answer says of a namespace."""
@@ -89,4 +105,6 @@ class TenantPins:
 
 def shown(tenant: Tenant, namespace: str, adapter: str) -> dict[str, str]:
     """What answers say of where segments lie; the model is named if it is an adapter."""
-    return {"tenant": tenant.label, "namespace": namespace} | ({"model": adapter} if adapter else {})
+    return {"tenant": tenant.label, "namespace": namespace} | (
+        {"model": adapter} if adapter else {}
+    )

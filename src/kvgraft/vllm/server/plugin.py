@@ -1,8 +1,8 @@
-"""Adds tenants, reports and our routes to vLLM's API server, through its interface for endpoint plugins.
+"""Adds tenants, reports and our routes to vLLM's API server, through its interface for endpoint
+plugins.
 
-Named `kvgraft` in the entry points of group `vllm.endpoint_plugins`; vLLM loads it only where `VLLM_PLUGINS` names it,
-as `kvgraft serve` does.
-"""
+Named `kvgraft` in the entry points of group `vllm.endpoint_plugins`; vLLM loads it only where
+`VLLM_PLUGINS` names it, as `kvgraft serve` does."""
 
 from argparse import Namespace
 from typing import Any
@@ -49,9 +49,15 @@ class ServerPlugin:
         app.add_middleware(DrainMiddleware, drain=state.drain, silence=state.engine_problem)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Guard the engine client, before the server listens; a server that only renders prompts has none."""
+        """Guard the engine client, before the server listens; a server that only renders prompts
+        has none."""
         if engine_client is not None:
             state.kvgraft.connect(engine_client)
             if not args.uds:
                 scheme = "https" if args.ssl_keyfile else "http"
-                logger.info("KVGraft's page: %s://%s:%d/kvgraft", scheme, args.host or "127.0.0.1", args.port)
+                logger.info(
+                    "KVGraft's page: %s://%s:%d/kvgraft",
+                    scheme,
+                    args.host or "127.0.0.1",
+                    args.port,
+                )

@@ -26,7 +26,8 @@ class Entry:
         tokens: of the prompt, by kind; `recomputed` are among `grafted`.
         spans: [start, stop, kind] of the prompt.
         reason: why nothing was grafted.
-        guard: as in the report. `scored`: its distances from exact KV (`along_logprobs`), once they are known.
+        guard: as in the report. `scored`: its distances from exact KV (`along_logprobs`), once they
+            are known.
     """
 
     ended_at: float
@@ -44,7 +45,9 @@ class Entry:
     scored: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tenant: Tenant, route: str, output: Any, scored: Mapping[str, float] | None = None) -> "Entry":
+    def of(
+        cls, tenant: Tenant, route: str, output: Any, scored: Mapping[str, float] | None = None
+    ) -> "Entry":
         """From the engine's last `RequestOutput`, or None if the request was aborted before it."""
         if output is None:
             return cls(time.time(), tenant.label, route, ABORTED)
@@ -94,11 +97,20 @@ class RequestLog:
             sums["misses", entry.reason] += 1
 
     def view(self, principal: Principal) -> dict[str, Any]:
-        """What this caller may see: its own requests, or those of all for the admin; the latest first."""
+        """What this caller may see: its own requests, or those of all for the admin; the latest
+        first."""
         labels = list(self._recent) if principal.is_admin else [principal.tenant.label]
-        recent = sorted((e for label in labels for e in self._recent.get(label, ())), key=lambda e: -e.ended_at)
-        sums: Counter[tuple[str, str]] = sum((self._sums.get(label, Counter()) for label in labels), Counter())
-        totals: dict[str, dict[str, int]] = {"requests": {}, "tokens": dict.fromkeys(KINDS, 0), "misses": {}}
+        recent = sorted(
+            (e for label in labels for e in self._recent.get(label, ())), key=lambda e: -e.ended_at
+        )
+        sums: Counter[tuple[str, str]] = sum(
+            (self._sums.get(label, Counter()) for label in labels), Counter()
+        )
+        totals: dict[str, dict[str, int]] = {
+            "requests": {},
+            "tokens": dict.fromkeys(KINDS, 0),
+            "misses": {},
+        }
         for (group, name), count in sums.items():
             totals[group][name] = count
         return {"recent": [asdict(entry) for entry in recent[:RECENT]], "totals": totals}
@@ -109,10 +121,13 @@ class RequestLog:
 
 
 def _bare_report(output: Any) -> ServedReport:
-    """What vLLM itself knows of a request about which the engine reported nothing, as when it failed."""
+    """What vLLM itself knows of a request about which the engine reported nothing, as when it
+    failed."""
     total, prefix = len(output.prompt_token_ids or ()), output.num_cached_tokens or 0
     spans: list[list[int | str]] = [[0, prefix, "prefix"]] if prefix else []
     spans.append([prefix, total, "fresh"])
-    report = ServedReport(prompt_tokens=total, prefix_tokens=prefix, fresh_tokens=total - prefix, spans=spans)
+    report = ServedReport(
+        prompt_tokens=total, prefix_tokens=prefix, fresh_tokens=total - prefix, spans=spans
+    )
     report.conclude(None)
     return report

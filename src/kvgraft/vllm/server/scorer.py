@@ -1,4 +1,5 @@
-"""Scores answers once more with exact KV: chunk by chunk, when nothing waits for its first token."""
+"""Scores answers once more with exact KV: chunk by chunk, when nothing waits for its first
+token."""
 
 import asyncio
 import logging
@@ -30,7 +31,12 @@ class EngineGate(Protocol):
     num_waiting: int
 
     async def run(
-        self, call: Call, params: dict[str, Any], token_ids: list[int], request_id: str, **sampling: Any
+        self,
+        call: Call,
+        params: dict[str, Any],
+        token_ids: list[int],
+        request_id: str,
+        **sampling: Any,
     ) -> Any | None:
         """vLLM's last output of a request of ours."""
 
@@ -59,8 +65,13 @@ class AnswerSample:
     @classmethod
     def of(cls, one: LogprobRecorder, depth: int, *, would: bool = False) -> "AnswerSample":
         """`would`: its answer is exact, and what it would have been is to be tried."""
-        call, of = Call.internal_request(one.cache_salt or "", one.lora_request), one.request_id if would else None
-        return cls(one.ticket, one.tenant, call, one.prompt, one.answer, one.logprobs, depth, one.found, of)
+        call, of = (
+            Call.internal_request(one.cache_salt or "", one.lora_request),
+            one.request_id if would else None,
+        )
+        return cls(
+            one.ticket, one.tenant, call, one.prompt, one.answer, one.logprobs, depth, one.found, of
+        )
 
 
 class Scorer:
@@ -79,7 +90,12 @@ class Scorer:
         metrics: GuardMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine_client, self._report, self._metrics, self._clock = engine_client, report, metrics, clock
+        self._engine_client, self._report, self._metrics, self._clock = (
+            engine_client,
+            report,
+            metrics,
+            clock,
+        )
         self._most, self._allowed = tokens_per_minute, tokens_per_minute / 60
         self._counted, self._floor = clock(), clock() + FLOOR_S
         self._queue = asyncio.Queue[AnswerSample](MOST_WAITING)
@@ -121,10 +137,15 @@ class Scorer:
             self._metrics.waiting.dec()
 
     async def _warm_up(self) -> None:
-        """vLLM compiles what tells log-probabilities when it is first asked for them, of one request and of several:
-        nobody is to wait for that later."""
+        """vLLM compiles what tells log-probabilities when it is first asked for them, of one
+        request and of several: nobody is to wait for that later."""
         asked = (
-            self._answer(Call.internal_request(secrets.token_hex()), Control(SCORE).as_params(), [0], [0] * count)
+            self._answer(
+                Call.internal_request(secrets.token_hex()),
+                Control(SCORE).as_params(),
+                [0],
+                [0] * count,
+            )
             for count in (1, 2, 3)
         )
         for error in await asyncio.gather(*asked, return_exceptions=True):
@@ -164,7 +185,8 @@ class Scorer:
         return places(output.outputs[0].logprobs)
 
     async def _turn(self) -> None:
-        """Wait until tokens may be computed, and nothing waits for its first token or has waited for too long."""
+        """Wait until tokens may be computed, and nothing waits for its first token or has waited
+        for too long."""
         while True:
             now = self._clock()
             self._allowed = min(self._allowed + self._most / 60 * (now - self._counted), self._most)
@@ -179,12 +201,18 @@ class Scorer:
         self._floor = self._clock() + FLOOR_S * min(1.0, num_tokens / CHUNK)
         self._metrics.tokens.inc(num_tokens)
 
-    async def _answer(self, call: Call, params: dict[str, Any], prompt: list[int], answer: list[int]) -> Any:
+    async def _answer(
+        self, call: Call, params: dict[str, Any], prompt: list[int], answer: list[int]
+    ) -> Any:
         """vLLM's output of a request that gives its answer, with log-probabilities."""
         given = {**params, KEY: {**params[KEY], "forced_output": answer}}
-        return await self._send(call, given, prompt, max_tokens=len(answer), logprobs=NUM_LOGPROBS, ignore_eos=True)
+        return await self._send(
+            call, given, prompt, max_tokens=len(answer), logprobs=NUM_LOGPROBS, ignore_eos=True
+        )
 
-    async def _send(self, call: Call, params: dict[str, Any], tokens: list[int], **sampling: Any) -> Any:
+    async def _send(
+        self, call: Call, params: dict[str, Any], tokens: list[int], **sampling: Any
+    ) -> Any:
         """vLLM's last output of a request that gives way to all others."""
         request_id = f"kvgraft-{SCORE}-{secrets.token_hex(8)}"
         output = await self._engine_client.run(call, params, tokens, request_id, **sampling)

@@ -86,7 +86,8 @@ def _checked(arguments: Sequence[str]) -> Namespace:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Have vLLM say of a configuration no more than warnings: the rest comes with the one that is used."""
+    """Have vLLM say of a configuration no more than warnings: the rest comes with the one that is
+    used."""
     theirs = logging.getLogger("vllm")
     level = theirs.level
     theirs.setLevel(max(level, logging.WARNING))
@@ -106,14 +107,17 @@ def prepare_environment(args: Namespace) -> None:
         return
     found = list(entry_points(group=ENDPOINTS, name=PLUGIN))
     if not found:
-        raise ValueError(f"this installation registers no {PLUGIN!r} in {ENDPOINTS}: install kvgraft again")
+        raise ValueError(
+            f"this installation registers no {PLUGIN!r} in {ENDPOINTS}: install kvgraft again"
+        )
     found[0].load()  # vLLM would log an error here and serve without it
     os.environ[PLUGINS] = allowed_plugins(os.environ.get(PLUGINS))
     os.environ[CONTROL_TOKEN] = secrets.token_hex(32)
 
 
 def allowed_plugins(given: str | None) -> str:
-    """A value of VLLM_PLUGINS that adds ours, and takes no plugin away that vLLM would load without the variable."""
+    """A value of VLLM_PLUGINS that adds ours, and takes no plugin away that vLLM would load without
+    the variable."""
     if given is not None:
         names = {name for name in given.split(",") if name}
     else:

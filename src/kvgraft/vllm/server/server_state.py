@@ -1,4 +1,5 @@
-"""What one server shares between its routes: keys, cache keys, the request log, and the way into the engine."""
+"""What one server shares between its routes: keys, cache keys, the request log, and the way into
+the engine."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -27,16 +28,23 @@ class ServerState:
 
     def __init__(self, args: Namespace) -> None:
         if (getattr(args, "api_server_count", None) or 1) > 1:
-            raise ValueError("one API server process only: each would have its own cache keys and its own records")
+            raise ValueError(
+                "one API server process only: each would have its own cache keys and its own "
+                "records"
+            )
         self.keyring = Keyring(Keys.of(args))
         self.grants = Grants.of(args, self.keyring)
         self.settings = _settings(args)
         self.default = self.settings.default
         store = self.settings.store
-        self.salts = Salts(None if store is None or store.directory is None else Path(store.directory))
+        self.salts = Salts(
+            None if store is None or store.directory is None else Path(store.directory)
+        )
         self.request_log = RequestLog(self.keyring.tenants)
         num_owners = len(self.keyring.tenants) + bool(self.grants.names)
-        self.pins = TenantPins(lambda: self.engine_client, self.settings.pin_quota or 1 / num_owners)
+        self.pins = TenantPins(
+            lambda: self.engine_client, self.settings.pin_quota or 1 / num_owners
+        )
         self.drain = Drain(getattr(args, "shutdown_timeout", 0))
         limit_s = getattr(args, "kvgraft_engine_timeout", None)
         self._silence_limit_s = default_limit_s() if limit_s is None else limit_s
@@ -68,7 +76,8 @@ class ServerState:
         """Whose segments the admin means: those of a tenant (None: the only one), or shared ones.
 
         Raises:
-            ValueError: there is no such tenant or shared namespace; the message says which there are.
+            ValueError: there is no such tenant or shared namespace; the message says which there
+                are.
         """
         if label != SHARED.label:
             return self.keyring.tenant(label)
@@ -86,8 +95,11 @@ class ServerState:
         return guard.view(None if sees_all else principal.tenant.label)
 
     def connect(self, engine_client: Any) -> None:
-        """Guard the engine client that the routes of this server use, in the event loop that serves them."""
-        self._engine_client = TenantEngineClient(engine_client, self.salts, self.grants, self.request_log, self.default)
+        """Guard the engine client that the routes of this server use, in the event loop that serves
+        them."""
+        self._engine_client = TenantEngineClient(
+            engine_client, self.salts, self.grants, self.request_log, self.default
+        )
         self._probe = EngineProbe(engine_client, self._silence_limit_s)
         self.drain.abort_requests = self._engine_client.abort_all
         self._engine_client.exact_for = frozenset(self.settings.exact_for)

@@ -32,13 +32,17 @@ router = APIRouter()
 def _source_hashes(tag: str) -> str:
     """What a content security policy calls the inline sources of this tag."""
     inline = re.findall(rf"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
-    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in inline)
+    return " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in inline
+    )
 
 
 PAGE_HEADERS = {
-    "Content-Security-Policy": f"default-src 'none'; script-src {_source_hashes('script')}; style-src "
-    f"{_source_hashes('style')}; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
+    "Content-Security-Policy": (
+        f"default-src 'none'; script-src {_source_hashes('script')}; "
+        f"style-src {_source_hashes('style')}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -74,7 +78,8 @@ async def status(request: Request) -> dict[str, Any]:
 
 
 def engine_figures() -> dict[str, Any]:
-    """What the connector exports to Prometheus, of all engines and tenants together; None before its first step."""
+    """What the connector exports to Prometheus, of all engines and tenants together; None before
+    its first step."""
     pool = _by_label("kvgraft:pool_blocks", "state")
     return {
         "running": int(_by_label("vllm:num_requests_running", None)[""]),
@@ -82,7 +87,11 @@ def engine_figures() -> dict[str, Any]:
         "pool": {state: int(pool[state]) for state in ("used", "free", "pinned")} if pool else None,
         "index_entries": int(_by_label("kvgraft:index_entries", None)[""]),
         "idle_refresh_tokens": int(_by_label("kvgraft:idle_refresh_tokens_total", None)[""]),
-        "fallbacks": {reason: int(n) for reason, n in _by_label("kvgraft:fallbacks_total", "reason").items() if n},
+        "fallbacks": {
+            reason: int(n)
+            for reason, n in _by_label("kvgraft:fallbacks_total", "reason").items()
+            if n
+        },
     }
 
 

@@ -1,4 +1,5 @@
-"""What a server will use, as far as that is known before a model is loaded: for `kvgraft serve --check`."""
+"""What a server will use, as far as that is known before a model is loaded: for `kvgraft serve
+--check`."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -76,7 +77,9 @@ def _reuse(settings: KVGraftSettings) -> dict[str, str]:
         uses["policy profile"] = f"{settings.profile} ({profile.name})"
     uses["mode"] = settings.mode
     uses["costs"] = settings.costs
-    uses["greatest depth"] = "no limit" if settings.max_depth == MAX_DEPTH else str(settings.max_depth)
+    uses["greatest depth"] = (
+        "no limit" if settings.max_depth == MAX_DEPTH else str(settings.max_depth)
+    )
     if settings.store is not None:
         uses["store"] = _store(settings.store)
     if settings.guard:
@@ -97,7 +100,9 @@ def _store(options: StoreOptions) -> str:
     return ", ".join(tiers) + (" (int8)" if options.int8 else "")
 
 
-def _off(args: Namespace, settings: KVGraftSettings, config: VllmConfig) -> Iterator[tuple[str, str]]:
+def _off(
+    args: Namespace, settings: KVGraftSettings, config: VllmConfig
+) -> Iterator[tuple[str, str]]:
     """Features that are off, and why."""
     if settings.mode == SHADOW:
         yield "grafting", f"--kvgraft-mode {SHADOW}"
@@ -125,4 +130,7 @@ def _off_by_model(config: VllmConfig) -> Iterator[tuple[str, Any]]:
     elif find_head_map(config) is None:
         yield "policy redknot", "no head map: kvgraft profile-heads makes one (no_head_map)"
     if not is_plain(config) or is_by_head(config):
-        yield "policies samkv, condense", f"not for {config.model_config.architecture} (unsupported_model)"
+        yield (
+            "policies samkv, condense",
+            f"not for {config.model_config.architecture} (unsupported_model)",
+        )

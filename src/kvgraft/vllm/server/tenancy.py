@@ -97,8 +97,8 @@ class Salts:
     """The cache keys of one server process, which nobody can guess.
 
     Args:
-        directory: of a store: the same keys then hold wherever it is used. None: they mean nothing to another process,
-            unless `KVGRAFT_CACHE_SECRET` is set, which comes first in any case.
+        directory: of a store: the same keys then hold wherever it is used. None: they mean nothing
+            to another process, unless `KVGRAFT_CACHE_SECRET` is set, which comes first in any case.
 
     Raises:
         ValueError: the variable has no secret.
@@ -106,24 +106,30 @@ class Salts:
     """
 
     def __init__(self, directory: Path | None = None) -> None:
-        self._secret = derive(find_secret(directory) or secrets.token_bytes(SECRET_BYTES), "cache keys")
+        self._secret = derive(
+            find_secret(directory) or secrets.token_bytes(SECRET_BYTES), "cache keys"
+        )
 
     def of(self, tenant: Tenant, namespace: str = "", cache_salt: str | None = None) -> str:
-        """The key under which a tenant's content is cached, narrowed by what the client chose, 64 hex digits; behind it
-        what operators are shown of it: the tenant's label, the namespace, and whether a salt narrows it further."""
+        """The key under which a tenant's content is cached, narrowed by what the client chose, 64
+        hex digits; behind it what operators are shown of it: the tenant's label, the namespace, and
+        whether a salt narrows it further."""
         parts = (self._secret, tenant.identity, namespace.encode(), (cache_salt or "").encode())
-        key = hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).hexdigest()
+        key = hashlib.sha256(
+            b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+        ).hexdigest()
         place = f"{tenant.label}/{namespace}" if namespace else tenant.label
         return labelled(key, f"{place}+salt" if cache_salt else place)
 
     def nobody(self) -> str:
-        """A key that is never given out again, for a request without an owner: it shares nothing."""
+        """A key that is never given out again, for a request without an owner: it shares
+        nothing."""
         return secrets.token_hex(32)
 
 
 def shown_key(authorization: str | None, *, basic: bool) -> str | None:
-    """The key in an Authorization header: a bearer token or, where `basic` allows it, the password that a browser
-    asked for. None if there is none."""
+    """The key in an Authorization header: a bearer token or, where `basic` allows it, the password
+    that a browser asked for. None if there is none."""
     scheme, _, value = (authorization or "").partition(" ")
     if scheme.lower() == "bearer":
         return value.strip() or None

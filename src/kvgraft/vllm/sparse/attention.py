@@ -1,8 +1,9 @@
-"""Attention backends of vLLM with a flow: decode steps read the blocks that it chooses, each KV head its own.
+"""Attention backends of vLLM with a flow: decode steps read the blocks that it chooses, each KV
+head its own.
 
-A page of one KV head is a page, and each KV head of each request a sequence with a block table of its own. Prompts,
-short requests and skipped layers are attended to as ever, by the backend that vLLM has chosen.
-"""
+A page of one KV head is a page, and each KV head of each request a sequence with a block table of
+its own. Prompts, short requests and skipped layers are attended to as ever, by the backend that
+vLLM has chosen."""
 
 from functools import cache
 from typing import Any, ClassVar
@@ -27,7 +28,9 @@ NO_WINDOW = (None, -1, (-1, -1))  # as backends write it
 def __getattr__(name: str) -> type:
     """A backend by its name in vLLM's registry, `FLASH_ATTN`, with a flow."""
     if name not in BACKENDS:
-        raise AttributeError(f"no attention backend {name!r} can follow flows: {', '.join(BACKENDS)}")
+        raise AttributeError(
+            f"no attention backend {name!r} can follow flows: {', '.join(BACKENDS)}"
+        )
     return _named(name)
 
 
@@ -49,7 +52,8 @@ def with_flow(backend: type, layout: CacheLayout) -> type:
 
 
 class SparseImpl:
-    """Before an implementation of vLLM's: one attention layer and the caches that the flow has of it."""
+    """Before an implementation of vLLM's: one attention layer and the caches that the flow has of
+    it."""
 
     layout: ClassVar[CacheLayout]
 
@@ -77,16 +81,24 @@ class SparseImpl:
             self._of(kv_cache, self._program).note(slots)
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
-        output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor, output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """As in vLLM: query and output [n, Hq, d]."""
         stock: Any = super()
         sparse: SparseMetadata | None = getattr(attn_metadata, "kvgraft_sparse", None)
         program = self._program
-        if sparse is None or program is None or extract_layer_index(layer.layer_name) in program.flow.layers_skip:
+        if (
+            sparse is None
+            or program is None
+            or extract_layer_index(layer.layer_name) in program.flow.layers_skip
+        ):
             rest = output, output_scale, output_block_scale
-            attended: Tensor = stock.forward(layer, query, key, value, kv_cache, attn_metadata, *rest)
+            attended: Tensor = stock.forward(
+                layer, query, key, value, kv_cache, attn_metadata, *rest
+            )
             return attended
         if sparse.others is not None:
             stock.forward(layer, query, key, value, kv_cache, sparse.others, output)
@@ -106,8 +118,9 @@ class SparseImpl:
 
 
 class FlowLayerCaches:
-    """What a flow keeps of the blocks of one layer. A block that was written to is taken up again when it is read, so
-    that it does not matter who wrote it, in which order, or what was there before."""
+    """What a flow keeps of the blocks of one layer. A block that was written to is taken up again
+    when it is read, so that it does not matter who wrote it, in which order, or what was there
+    before."""
 
     def __init__(self, program: Program, kv_cache: Tensor, layout: CacheLayout) -> None:
         self.kv_cache = kv_cache
@@ -122,7 +135,9 @@ class FlowLayerCaches:
 
     def choose(self, layer: Any, query: Tensor, sparse: SparseMetadata) -> tuple[Tensor, Tensor]:
         """As `LayerIndexer.choose`."""
-        own = self.indexer.at(slice(None), *self._layout.pages(layer, self.kv_cache, self._head_dim))
+        own = self.indexer.at(
+            slice(None), *self._layout.pages(layer, self.kv_cache, self._head_dim)
+        )
         places = torch.arange(sparse.pages.shape[1], device=sparse.pages.device)
         fresh = self.written[sparse.pages] & (places < sparse.full[:, None])
         if bool(fresh.any()):
@@ -133,4 +148,6 @@ class FlowLayerCaches:
 
     def rows(self, pages: Tensor) -> Tensor:
         """Rows of all heads of some blocks, int64 [n * Hkv]."""
-        return (pages[:, None] * self.num_heads + torch.arange(self.num_heads, device=pages.device)).flatten()
+        return (
+            pages[:, None] * self.num_heads + torch.arange(self.num_heads, device=pages.device)
+        ).flatten()

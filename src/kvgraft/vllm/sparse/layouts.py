@@ -1,5 +1,5 @@
-"""How attention backends of vLLM lay out keys and values, logically [blocks, Hkv, N, 2 d], and what attends to them, by
-pages of one KV head."""
+"""How attention backends of vLLM lay out keys and values, logically [blocks, Hkv, N, 2 d], and what
+attends to them, by pages of one KV head."""
 
 from typing import Any, Protocol
 
@@ -21,20 +21,36 @@ class CacheLayout(Protocol):
         """Keys and values by row, block * Hkv + head: [rows, N, d]."""
 
     def attend(
-        self, impl: Any, layer: Any, query: Tensor, kv_cache: Tensor, tables: Tensor, lengths: Tensor, bound: Lengths
+        self,
+        impl: Any,
+        layer: Any,
+        query: Tensor,
+        kv_cache: Tensor,
+        tables: Tensor,
+        lengths: Tensor,
+        bound: Lengths,
     ) -> Tensor:
-        """Queries [S, g, d] to the rows of their tables int64 [S, m], which hold so many tokens -> [S, g, d]."""
+        """Queries [S, g, d] to the rows of their tables int64 [S, m], which hold so many tokens ->
+        [S, g, d]."""
 
 
 class Strided:
-    """Backends for GPUs: heads or tokens first, layers together or apart, which are strides; our own kernel attends."""
+    """Backends for GPUs: heads or tokens first, layers together or apart, which are strides; our
+    own kernel attends."""
 
     def pages(self, layer: Any, kv_cache: Tensor, head_dim: int) -> tuple[HeadPages, HeadPages]:
         """In place."""
         return HeadPages(kv_cache[..., :head_dim]), HeadPages(kv_cache[..., head_dim:])
 
     def attend(
-        self, impl: Any, layer: Any, query: Tensor, kv_cache: Tensor, tables: Tensor, lengths: Tensor, bound: Lengths
+        self,
+        impl: Any,
+        layer: Any,
+        query: Tensor,
+        kv_cache: Tensor,
+        tables: Tensor,
+        lengths: Tensor,
+        bound: Lengths,
     ) -> Tensor:
         """See `CacheLayout`."""
         keys, values = (pages.by_block for pages in self.pages(layer, kv_cache, query.shape[2]))
@@ -42,15 +58,26 @@ class Strided:
 
 
 class Packed:
-    """The CPU backend, which packs a block as its instruction set wants it: its own kernel attends, to a cache of one
-    head in which a page of a KV head is a page."""
+    """The CPU backend, which packs a block as its instruction set wants it: its own kernel attends,
+    to a cache of one head in which a page of a KV head is a page."""
 
-    def pages(self, layer: Any, kv_cache: Tensor, head_dim: int) -> tuple["PackedPages", "PackedPages"]:
+    def pages(
+        self, layer: Any, kv_cache: Tensor, head_dim: int
+    ) -> tuple["PackedPages", "PackedPages"]:
         """Unpacked where they are read."""
-        return PackedPages(kv_cache, head_dim, layer.isa, 0), PackedPages(kv_cache, head_dim, layer.isa, 1)
+        return PackedPages(kv_cache, head_dim, layer.isa, 0), PackedPages(
+            kv_cache, head_dim, layer.isa, 1
+        )
 
     def attend(
-        self, impl: Any, layer: Any, query: Tensor, kv_cache: Tensor, tables: Tensor, lengths: Tensor, bound: Lengths
+        self,
+        impl: Any,
+        layer: Any,
+        query: Tensor,
+        kv_cache: Tensor,
+        tables: Tensor,
+        lengths: Tensor,
+        bound: Lengths,
     ) -> Tensor:
         """See `CacheLayout`."""
         blocks, heads, size, _ = kv_cache.shape

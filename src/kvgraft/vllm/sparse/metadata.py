@@ -22,8 +22,8 @@ class SparseMetadata:
         pages: int64 [r, T], their block tables.
         full: int64 [r], how many of these pages are full.
         batch: one row for each of their KV heads.
-        others: metadata of the same step in which they have one token of context, so that what vLLM computes for them
-            costs nothing; None if there is nobody else.
+        others: metadata of the same step in which they have one token of context, so that what vLLM
+            computes for them costs nothing; None if there is nobody else.
     """
 
     queries: Tensor
@@ -36,8 +36,8 @@ class SparseMetadata:
 class SparseBuilder:
     """Before a builder of vLLM's: metadata of a step, with the requests that it decodes sparsely.
 
-    Steps are not captured as a whole: how many sequences are sparse, and which, differs between them. Pieces between
-    attention layers still are.
+    Steps are not captured as a whole: how many sequences are sparse, and which, differs between
+    them. Pieces between attention layers still are.
 
     Raises:
         UnsupportedConfiguration: blocks of the kernel are not those that the flow was traced for.
@@ -55,11 +55,14 @@ class SparseBuilder:
             return
         if spec.block_size != self.program.block_size:
             raise UnsupportedConfiguration(
-                f"flow {self.program.flow.name!r} cannot be followed with blocks of {self.program.block_size} tokens "
+                f"flow {self.program.flow.name!r} cannot be followed with blocks of "
+                f"{self.program.block_size} tokens "
                 f"where the attention kernel takes {spec.block_size}: set --block-size to that"
             )
-        twin = self.STOCK(*args, **kwargs)  # what a builder plans for one metadata is overwritten with the next
-        if hasattr(twin, "set_workspace_buffer"):  # FlashInfer's is large, and used by one call at a time
+        # what a builder plans for one metadata is overwritten with the next
+        twin = self.STOCK(*args, **kwargs)
+        # FlashInfer's is large, and used by one call at a time
+        if hasattr(twin, "set_workspace_buffer"):
             twin.set_workspace_buffer(self._get_workspace_buffer())  # type: ignore[attr-defined]
         self._others = twin
 
@@ -68,7 +71,9 @@ class SparseBuilder:
         """See above."""
         return AttentionCGSupport.NEVER
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
         """As in vLLM."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
         metadata.kvgraft_sparse = self._sparse(common_attn_metadata)
@@ -81,7 +86,11 @@ class SparseBuilder:
         starts = common.query_start_loc_cpu.long()
         lengths = lengths_of(common)[: len(starts) - 1]
         blocks = -(-lengths // program.block_size)
-        sparse = (starts.diff() == 1) & (blocks > program.most) & ~common.is_prefilling[: len(lengths)].cpu()
+        sparse = (
+            (starts.diff() == 1)
+            & (blocks > program.most)
+            & ~common.is_prefilling[: len(lengths)].cpu()
+        )
         rows = sparse.nonzero()[:, 0]
         if not rows.numel():
             return None
@@ -101,6 +110,8 @@ def _shortened(common: Any, sparse: Tensor) -> Any:
     for name in ("seq_lens", "seq_lens_cpu_upper_bound"):
         lengths = getattr(common, name, None)
         if lengths is not None:
-            here = torch.nn.functional.pad(sparse, (0, len(lengths) - len(sparse))).to(lengths.device)
+            here = torch.nn.functional.pad(sparse, (0, len(lengths) - len(sparse))).to(
+                lengths.device
+            )
             changed[name] = torch.where(here, 1, lengths)
     return replace(common, **changed)

@@ -26,7 +26,9 @@ def program_of(config: VllmConfig) -> Program | None:
     Raises:
         ValueError, FileNotFoundError: it names no flow, or one that cannot be right.
     """
-    named = config.additional_config.get(FLOW) if isinstance(config.additional_config, dict) else None
+    named = (
+        config.additional_config.get(FLOW) if isinstance(config.additional_config, dict) else None
+    )
     if named is None:
         return None
     model, parallel = config.model_config, config.parallel_config
@@ -41,7 +43,8 @@ def _program(named: str, block_size: int, head_dim: int, group: int) -> Program 
 
 
 def install(config: VllmConfig) -> None:
-    """Let the models that this process loads from here on attend as the flow says, if the server has one.
+    """Let the models that this process loads from here on attend as the flow says, if the server
+    has one.
 
     Raises:
         UnsupportedConfiguration: everything that stands in the way.
@@ -52,7 +55,9 @@ def install(config: VllmConfig) -> None:
         return
     reasons = list(_reasons(config, program))
     if reasons:
-        raise UnsupportedConfiguration(f"flow {program.flow.name!r} cannot be followed with " + "; ".join(reasons))
+        raise UnsupportedConfiguration(
+            f"flow {program.flow.name!r} cannot be followed with " + "; ".join(reasons)
+        )
     for name in BACKENDS:  # whichever vLLM chooses
         register_backend(AttentionBackendEnum[name], f"{_MODULE}.{name}")
 
@@ -71,10 +76,16 @@ def check_installed(config: VllmConfig, model: nn.Module) -> None:
 def _reasons(config: VllmConfig, program: Program) -> Iterator[str]:
     cache = config.cache_config
     if not current_platform.is_cpu() and not current_platform.is_cuda():
-        yield "this platform: only attention backends for CPUs and CUDA can be given block tables by KV head yet"
+        yield (
+            "this platform: only attention backends for CPUs and CUDA can be given block tables by "
+            "KV head yet"
+        )
     architecture = architecture_of(config)
     if architecture not in FLOWS and not config.model_config.use_mla:
-        yield f"model class {architecture}: flows choose blocks for attention without windows, sinks and soft caps only"
+        yield (
+            f"model class {architecture}: flows choose blocks for attention without windows, sinks "
+            "and soft caps only"
+        )
     if config.model_config.use_mla:
         yield "a model of latent attention: only the native engine follows flows there"
     if is_quantized_kv_cache(cache.cache_dtype):
@@ -84,4 +95,7 @@ def _reasons(config: VllmConfig, program: Program) -> Iterator[str]:
     if program.is_stateful and cache.enable_prefix_caching:
         yield "prefix caching: the flow keeps state in pages, and two requests could share one"
     elif cache.enable_prefix_caching and config.kv_transfer_config is None:
-        yield "prefix caching without reuse: answers would be found again as if they had been computed densely"
+        yield (
+            "prefix caching without reuse: answers would be found again as if they had been "
+            "computed densely"
+        )

@@ -1,7 +1,7 @@
 """Suites from files in public formats, told by the fields of the first record.
 
-Every record becomes one item: its context, cut into segments, is read first and then asked about, as `items` describes.
-"""
+Every record becomes one item: its context, cut into segments, is read first and then asked about,
+as `items` describes."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -43,31 +43,41 @@ class FileSuite:
         return tuple(dict.fromkeys(record.task for record in self.records))
 
     def items(self, seed: int, count: int, shape: Shape) -> tuple[Item, ...]:
-        """At most `count` of the records, drawn by `seed`; `shape` says into how many segments their text is merged."""
+        """At most `count` of the records, drawn by `seed`; `shape` says into how many segments
+        their text is merged."""
         rng = Random(f"{self.name} {seed}")  # noqa: S311
         drawn = rng.sample(self.records, min(count, len(self.records)))
         patterns = shape.patterns
-        return tuple(_item(rng, record, shape, patterns[i % len(patterns)]) for i, record in enumerate(drawn))
+        return tuple(
+            _item(rng, record, shape, patterns[i % len(patterns)]) for i, record in enumerate(drawn)
+        )
 
 
 def load_suite(path: Path, split: str = "all") -> FileSuite:
     """Read a file.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, no records (of this split), or none of the known formats; the
-            message says which.
+        FileNotFoundError, ValueError: no such file, no records (of this split), or none of the
+            known formats; the message says which.
     """
     check_split(split)
     records = _read(path)
     for known in FORMATS:
         if known.fields <= records[0].keys():
             parsed = tuple(_parse(path, known, known.complete(path, records)))
-            chosen = tuple(one for one in parsed if in_split(one.group or "\n".join(one.segments), split))
+            chosen = tuple(
+                one for one in parsed if in_split(one.group or "\n".join(one.segments), split)
+            )
             if not chosen:
-                raise ValueError(f"{path}: of {len(records)} records none can be asked about{of_split(split)}")
+                raise ValueError(
+                    f"{path}: of {len(records)} records none can be asked about{of_split(split)}"
+                )
             return FileSuite(path.stem, f"{known.name}: {path.name}{of_split(split)}", chosen)
     names = "; ".join(f"{known.name} has {', '.join(sorted(known.fields))}" for known in FORMATS)
-    raise ValueError(f"{path}: a record with the fields {', '.join(sorted(records[0]))} is of no known format: {names}")
+    raise ValueError(
+        f"{path}: a record with the fields {', '.join(sorted(records[0]))} is of no known format: "
+        f"{names}"
+    )
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -79,7 +89,11 @@ def _read(path: Path) -> list[dict[str, Any]]:
         records = _lines(text) if path.suffix == ".jsonl" else _whole(text)
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(records, list) or not records or not all(isinstance(record, dict) for record in records):
+    if (
+        not isinstance(records, list)
+        or not records
+        or not all(isinstance(record, dict) for record in records)
+    ):
         raise ValueError(f"{path}: must be a list of records (JSON), or a record a line (JSONL)")
     return records
 
@@ -102,7 +116,9 @@ def _parse(path: Path, known: Format, records: Sequence[dict[str, Any]]) -> Iter
         try:
             parsed = known.parse(record, path.stem)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{path}: record {number} cannot be read: {type(error).__name__} {error}") from error
+            raise ValueError(
+                f"{path}: record {number} cannot be read: {type(error).__name__} {error}"
+            ) from error
         if parsed.questions and parsed.segments:
             yield parsed
 

@@ -1,4 +1,5 @@
-"""Conversations: LoCoMo, whose sessions are asked about, and MT-RAG, whose last turn is answered from passages."""
+"""Conversations: LoCoMo, whose sessions are asked about, and MT-RAG, whose last turn is answered
+from passages."""
 
 import re
 from collections.abc import Mapping
@@ -8,15 +9,26 @@ from kvgraft.evaluate.tasks.files.records import FileRecord, ask, texts
 
 ANSWERABLE = {"ANSWERABLE", "PARTIAL"}
 SPEAKERS = {"user": "User", "agent": "Assistant"}
-GROUNDED = "Continue the conversation: answer the user's last message from the passages, in a few sentences."
+GROUNDED = (
+    "Continue the conversation: answer the user's last message from the passages, in a few "
+    "sentences."
+)
 
 
 def locomo(record: Mapping[str, Any], stem: str) -> FileRecord:
-    """Every session of the conversation is a segment; questions without an answer (adversarial) are left out."""
+    """Every session of the conversation is a segment; questions without an answer (adversarial) are
+    left out."""
     talk = record["conversation"]
-    sessions = sorted((key for key in talk if re.fullmatch(r"session_\d+", key)), key=lambda key: int(key[8:]))
+    sessions = sorted(
+        (key for key in talk if re.fullmatch(r"session_\d+", key)), key=lambda key: int(key[8:])
+    )
     segments = tuple(
-        "\n".join([talk.get(f"{key}_date_time", ""), *(f"{turn['speaker']}: {_said(turn)}" for turn in talk[key])])
+        "\n".join(
+            [
+                talk.get(f"{key}_date_time", ""),
+                *(f"{turn['speaker']}: {_said(turn)}" for turn in talk[key]),
+            ]
+        )
         for key in sessions
     )
     answered = [qa for qa in record["qa"] if qa.get("answer") is not None]
@@ -25,11 +37,13 @@ def locomo(record: Mapping[str, Any], stem: str) -> FileRecord:
 
 
 def mtrag(record: Mapping[str, Any], stem: str) -> FileRecord:
-    """Passages, then the turns so far, each with its answer, are segments; the user's last message asks. Tasks without
-    passages, or that those do not answer, are left out."""
+    """Passages, then the turns so far, each with its answer, are segments; the user's last message
+    asks. Tasks without passages, or that those do not answer, are left out."""
     *turns, last = record["input"]
     passages = tuple(context["text"].strip() for context in record["contexts"])
-    earlier = tuple("\n".join(map(_turn, turns[start : start + 2])) for start in range(0, len(turns), 2))
+    earlier = tuple(
+        "\n".join(map(_turn, turns[start : start + 2])) for start in range(0, len(turns), 2)
+    )
     answers = texts(target["text"] for target in record["targets"])
     answered = passages and not ANSWERABLE.isdisjoint(record.get("answerability", ANSWERABLE))
     questions = ((f"{_turn(last)}\nAssistant:", answers),) if answered else ()
@@ -39,7 +53,11 @@ def mtrag(record: Mapping[str, Any], stem: str) -> FileRecord:
 
 def _said(turn: Mapping[str, Any]) -> str:
     """The text of a turn, and what the picture shows that came with it."""
-    return f"{turn['text']} [picture: {turn['blip_caption']}]" if "blip_caption" in turn else str(turn["text"])
+    return (
+        f"{turn['text']} [picture: {turn['blip_caption']}]"
+        if "blip_caption" in turn
+        else str(turn["text"])
+    )
 
 
 def _turn(turn: Mapping[str, Any]) -> str:

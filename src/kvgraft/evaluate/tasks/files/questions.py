@@ -1,4 +1,5 @@
-"""Questions about passages: RULER, LongBench, HotpotQA (and 2WikiMultihopQA, which has its form), MuSiQue."""
+"""Questions about passages: RULER, LongBench, HotpotQA (and 2WikiMultihopQA, which has its form),
+MuSiQue."""
 
 import re
 from collections.abc import Mapping
@@ -9,21 +10,32 @@ from kvgraft.evaluate.tasks.items import Metric
 
 
 def ruler(record: Mapping[str, Any], stem: str) -> FileRecord:
-    """`input` is instruction, context and question: its last line asks. `answer_prefix` begins the answer."""
+    """`input` is instruction, context and question: its last line asks. `answer_prefix` begins the
+    answer."""
     context, _, question = record["input"].rstrip().rpartition("\n")
     metric: Metric = "contains_any" if stem.startswith("qa") else "contains_all"
     questions = ((question, texts(record["outputs"])),)
-    return FileRecord(paragraphs(context), questions, metric, stem, begun=record.get("answer_prefix", ""))
+    return FileRecord(
+        paragraphs(context), questions, metric, stem, begun=record.get("answer_prefix", "")
+    )
 
 
 def longbench(record: Mapping[str, Any], stem: str) -> FileRecord:
     passages = re.split(r"(?=^Passage \d+:)", record["context"], flags=re.MULTILINE)
-    segments = tuple(filter(str.strip, passages)) if len(passages) > 2 else paragraphs(record["context"])
-    return FileRecord(segments, ((ask(record["input"]), texts(record["answers"])),), "f1", record.get("dataset", stem))
+    segments = (
+        tuple(filter(str.strip, passages)) if len(passages) > 2 else paragraphs(record["context"])
+    )
+    return FileRecord(
+        segments,
+        ((ask(record["input"]), texts(record["answers"])),),
+        "f1",
+        record.get("dataset", stem),
+    )
 
 
 def hotpotqa(record: Mapping[str, Any], stem: str) -> FileRecord:
-    """`context` is a list of (title, sentences), or as Hugging Face stores it, titles and lists of sentences."""
+    """`context` is a list of (title, sentences), or as Hugging Face stores it, titles and lists of
+    sentences."""
     context = record["context"]
     if isinstance(context, Mapping):
         context = list(zip(context["title"], context["sentences"], strict=True))
@@ -33,7 +45,9 @@ def hotpotqa(record: Mapping[str, Any], stem: str) -> FileRecord:
 
 def musique(record: Mapping[str, Any], stem: str) -> FileRecord:
     """Questions that their paragraphs do not answer are left out."""
-    segments = tuple(f"{paragraph['title']}\n{paragraph['paragraph_text']}" for paragraph in record["paragraphs"])
+    segments = tuple(
+        f"{paragraph['title']}\n{paragraph['paragraph_text']}" for paragraph in record["paragraphs"]
+    )
     answers = texts([record["answer"], *record.get("answer_aliases", ())])
     asked = ((ask(record["question"]), answers),) if record.get("answerable", True) else ()
     return FileRecord(segments, asked, "f1", stem)

@@ -14,7 +14,8 @@ MAX_TOKENS = 64
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One context, cut into segments, and questions about it (as the model sees them) with their answers.
+    """One context, cut into segments, and questions about it (as the model sees them) with their
+    answers.
 
     Attributes:
         begun: how each answer begins, see `Ask`.
