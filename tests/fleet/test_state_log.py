@@ -30,7 +30,7 @@ def pin(changes: StateLog, at: int, name: str, head: Head = DONE, **place: str) 
 
 def told(changes: StateLog) -> list[FleetRequest]:
     """To a server that knows nothing."""
-    return [request for _, request in StateLog().news([changes.told])]
+    return [request for _, request in StateLog().news([changes.state])]
 
 
 def test_the_last_change_of_each_is_told():
@@ -66,17 +66,17 @@ def test_a_reset_is_the_end_of_segments_before_it():
     assert changes.note(reset, DONE, b'{"success": true}')
     later = pin(changes, 3, "b")
     assert told(changes) == [reset, later]
-    assert not changes.news([other.told])
-    assert [request for _, request in other.news([changes.told])] == [reset, later]
+    assert not changes.news([other.state])
+    assert [request for _, request in other.news([changes.state])] == [reset, later]
 
 
 def test_of_several_who_were_told_the_last_counts():
     one, two, new = StateLog(), StateLog(), StateLog()
     pin(one, 1, "a")
     last = pin(two, 2, "a")
-    assert [request for _, request in new.news([one.told, two.told])] == [last]
-    new.learn([two.told, one.told])
-    assert not new.news([one.told, two.told])
+    assert [request for _, request in new.news([one.state, two.state])] == [last]
+    new.learn([two.state, one.state])
+    assert not new.news([one.state, two.state])
 
 
 def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch):
@@ -87,11 +87,11 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch):
     changes = StateLog()
     for at in (1, 2, 3):
         changes.note(change(at, PINS, body={"name": "a"}), DONE, segment(str(at)))
-        assert len(changes.told) == min(at, 2)
+        assert len(changes.state) == min(at, 2)
     now = time.time_ns()
     for at in (now - 2 * 3600 * 10**9, now):
         changes.note(change(at, PINS, "DELETE", ""), DONE, segment(f"deleted {at}"))
-    assert [key[-1] for key in changes.told if key[-1].startswith("deleted")] == [f"deleted {now}"]
+    assert [key[-1] for key in changes.state if key[-1].startswith("deleted")] == [f"deleted {now}"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from chunks import NBYTES, OTHER_SCOPE, SCOPE, SIZE, holds, make_chunk, make_payload, put, same
 from kvgraft.segments.store import SegmentStore, StoreDirectory, StoreOptions
-from kvgraft.segments.store.backends import open_place
+from kvgraft.segments.store.backends import open_backend
 from kvgraft.segments.store.chunk import DTYPES, ChunkRecord
 from kvgraft.segments.store.circuit_breaker import PAUSE_S, CircuitBreaker
 from kvgraft.segments.store.file_backend import FileBackend
@@ -93,7 +93,7 @@ def knows(store, chunk):
 def look(store):
     """Have a store look at the place twice from now on: what was there has been noticed then."""
     seen = []
-    place, original = store._tiers.shared._place, store._tiers.shared._place.read_log
+    place, original = store._tiers.shared._backend, store._tiers.shared._backend.read_log
     place.read_log = lambda *given: (seen.append(1), original(*given))[1]
     wait_for(lambda: len(seen) > 2)
     place.read_log = original
@@ -306,7 +306,7 @@ def test_neither_names_nor_log_tell_whose_text_it_is(url, caplog):
         put(store, chunk)
         store.flush()
         record = store.record(chunk.key)
-        name = store._tiers.shared._seal.name(record)
+        name = store._tiers.shared._signer.name(record)
     for secret in (chunk.key.hex(), SCOPE.hex(), SECRET.hex(), "tenant"):
         assert secret not in name + caplog.text
 
@@ -367,7 +367,7 @@ def test_damaged_data_is_a_miss(url, request, how):
 
 def test_no_more_is_loaded_than_a_chunk_can_have(url):
     """Paired: what has just so much."""
-    with closing(open_place(url, "", 5.0, ROOM, 1.0)) as place:
+    with closing(open_backend(url, "", 5.0, ROOM, 1.0)) as place:
         place.put("one/large", b"record", bytes(1 << 20))
         assert len(place.get("one/large", 1000)) == 1000
         assert len(place.get("one/large", 1 << 20)) == 1 << 20
@@ -392,12 +392,12 @@ def test_data_of_other_chunks_and_forged_records_are_misses(server):
         server.client.set(first, server.client.get(second))  # signed, but for another name
         assert [holds(store, make_chunk(seed)) for seed in (1, 2)].count(True) == 1
         assert misses(store) == {"damaged": 1}
-        told = server.client.xrange("kvgraft:records")[0][1]
+        read = server.client.xrange("kvgraft:records")[0][1]
         for forged in (
             b"",
             b"x",
-            told[b"record"][:-1],
-            flipped(told[b"record"]),
+            read[b"record"][:-1],
+            flipped(read[b"record"]),
             bytes(32) + b"-" + bytes(40),
         ):
             server.client.xadd("kvgraft:records", {"record": forged})
@@ -433,7 +433,7 @@ def test_a_server_that_is_down_costs_misses_and_nothing_else(tmp_path, caplog):
         own.stop()
         assert not holds(store, make_chunk(1))
         assert misses(store)["failed"] >= 1
-        wait_for(lambda: store._tiers.shared._health.is_paused)
+        wait_for(lambda: store._tiers.shared._breaker.is_open)
         assert not holds(store, make_chunk(2))
         assert misses(store)["paused"] == 1
         put(store, make_chunk(3))
@@ -441,7 +441,7 @@ def test_a_server_that_is_down_costs_misses_and_nothing_else(tmp_path, caplog):
         assert misses(store)["paused"] == 2
         assert len([record for record in caplog.records if "looking" in record.message]) == 1
         own.start()  # empty, and its clock goes on
-        store._tiers.shared._health._paused_until = 0.0
+        store._tiers.shared._breaker._paused_until = 0.0
         # it has noticed that nothing is left there
         wait_for(lambda: not knows(store, make_chunk(2)))
         put(store, make_chunk(4))
@@ -460,7 +460,7 @@ def test_a_server_that_is_not_there_yet_is_no_error(tmp_path, caplog):
             assert holds(store, make_chunk(1))
             store.flush()
             own.start()
-            store._tiers.shared._health._paused_until = 0.0
+            store._tiers.shared._breaker._paused_until = 0.0
             put(store, make_chunk(2))
             # known, and written now
             assert not store.put(make_chunk(1), make_payload(make_chunk(1)))
@@ -484,13 +484,13 @@ def test_a_prompt_waits_for_a_slow_server_once_however_much_it_asks_for(server):
         assert store.fetch_from(places) == [None] * 30
         assert sum(misses(store).values()) - misses(store).get("failed", 0) <= 30
         assert store.counts["shared_late"] + store.counts["shared_failed"] >= 30
-        assert store._tiers.shared._health._failures["reading"] == 1
+        assert store._tiers.shared._breaker._failures["reading"] == 1
         # has waited before
         assert store.fetch_from(places, asked_at=time.monotonic() - 1.0) == [None] * 30
-        assert store._tiers.shared._health._failures["reading"] == 1
+        assert store._tiers.shared._breaker._failures["reading"] == 1
         assert all(knows(store, chunk) for chunk in chunks)
         server.client.ping()  # it answers again
-        store._tiers.shared._health._paused_until = 0.0
+        store._tiers.shared._breaker._paused_until = 0.0
         assert all(store.fetch_from(places, time.monotonic() + PATIENCE_S))
         assert store.counts["shared_hits"] == 30
 
@@ -518,7 +518,7 @@ def test_a_place_that_hangs_holds_up_nothing(tmp_path, monkeypatch):
         assert misses(store) == {"late": 1}
         assert not holds(store, make_chunk(2))
         monkeypatch.setattr("kvgraft.segments.store.shared.FLUSH_S", 1.0)
-        store._tiers.shared._place.put = lambda *_: held.wait()  # a write that hangs
+        store._tiers.shared._backend.put = lambda *_: held.wait()  # a write that hangs
         put(store, make_chunk(4))
         closing_it = threading.Thread(target=store.close)
         closing_it.start()
@@ -531,20 +531,20 @@ def test_after_three_failures_in_a_row_it_is_left_alone():
     health = CircuitBreaker("a place", lambda: now[0])
     for kind in ("reading", "writing", "reading", "looking", "writing"):
         health.failed(kind, "why")
-    assert not health.is_paused  # no kind three times
+    assert not health.is_open  # no kind three times
     health.worked("writing")
     health.failed("writing", "why")
-    assert not health.is_paused
+    assert not health.is_open
     health.failed("reading", "why")
-    assert health.is_paused
+    assert health.is_open
     now[0] += PAUSE_S
-    assert not health.is_paused
+    assert not health.is_open
     health.failed("reading", "why")
-    assert health.is_paused
+    assert health.is_open
     now[0] += PAUSE_S
     health.worked("reading")
     health.failed("reading", "why")
-    assert not health.is_paused
+    assert not health.is_open
 
 
 # Places
@@ -568,8 +568,8 @@ def test_a_directory_keeps_the_newest_within_its_capacity_and_quota(tmp_path):
         for number in range(10):
             place.put(f"three/{number}", b"record", bytes(1000))
         assert sizes(tmp_path / "a") <= 10_000
-        told, mark = place.read_log("", 100)
-        assert len(told) == 23
+        read, mark = place.read_log("", 100)
+        assert len(read) == 23
         assert place.read_log(mark, 100)[0] == []
 
 
@@ -611,13 +611,13 @@ def test_a_directory_tells_what_comes_in_pages_and_late_ones_of_other_clocks(tmp
             )
             place.put(f"one/{number}", b"%d" % number, b"data")
         monkeypatch.undo()
-        told, mark = [], ""
+        read, mark = [], ""
         while True:
             found, mark = other.read_log(mark, 3)
-            told += found
+            read += found
             if not found:
                 break
-        assert told == [b"%d" % number for number in range(7)]
+        assert read == [b"%d" % number for number in range(7)]
         monkeypatch.setattr(
             "kvgraft.segments.store.file_backend.time.time_ns", lambda: now - 50 * 10**9
         )
@@ -637,11 +637,11 @@ def test_what_a_clock_far_ahead_has_dated_hides_nothing(tmp_path, monkeypatch):
         monkeypatch.setattr("kvgraft.segments.store.file_backend.time.time_ns", lambda: ahead)
         place.put("one/ahead", b"ahead", b"data")
         monkeypatch.undo()
-        told, mark = other.read_log("", 100)
-        assert told == [b"ahead"]
+        read, mark = other.read_log("", 100)
+        assert read == [b"ahead"]
         place.put("one/now", b"now", b"data")
-        told, mark = other.read_log(mark, 100)
-        assert told == [b"now"]
+        read, mark = other.read_log(mark, 100)
+        assert read == [b"now"]
         assert other.read_log(mark, 100)[0] == []
 
 
@@ -658,8 +658,8 @@ def test_a_stream_is_followed_in_pages_where_it_is_trimmed_and_where_it_begins_a
     with closing(RedisBackend(server.url, "", 5.0)) as place:
         for number in range(5):
             place.put(f"one/{number}", b"%d" % number, b"data")
-        told, mark = place.read_log("", 3)
-        assert told == [b"0", b"1", b"2"]
+        read, mark = place.read_log("", 3)
+        assert read == [b"0", b"1", b"2"]
         server.client.xtrim("kvgraft:records", maxlen=1, approximate=False)
         assert place.read_log(mark, 3)[0] == [b"4"]  # 3 was missed, and the mark is no longer there
         _, mark = place.read_log(mark, 3)

@@ -467,7 +467,7 @@ def test_the_number_of_a_block_that_is_gone_names_no_other(monkeypatch):
         assert store.match(make_chunk(seed).tokens, SCOPE)[0].length == 16
         if seed == 1:
             assert store.fetch(match.pages.tolist(), SCOPE) == [None] * 4
-    assert len(store._register._versions) == 8  # numbers are given out again
+    assert len(store._index._versions) == 8  # numbers are given out again
 
 
 def test_unknown_numbers_are_nothing():

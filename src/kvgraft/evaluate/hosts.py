@@ -234,8 +234,8 @@ class HttpHost:
             full = self._compared(full, truth, truth, item, "full", ask)
             yield number, "full", full
             for policy in policies[1:]:
-                answer, told = self._ask(item, policy, ask)
-                yield number, policy, self._compared(answer, told, truth, item, policy, ask)
+                answer, logprobs = self._ask(item, policy, ask)
+                yield number, policy, self._compared(answer, logprobs, truth, item, policy, ask)
             if orders:
                 noise = [
                     self._compared(*self._ask(item, "full", other), truth, item, "full", other)
@@ -244,7 +244,7 @@ class HttpHost:
                 yield number, ORDER_NOISE, _mean(noise or [full])
 
     def _compared(
-        self, answer: Answer, told: Told, truth: Told, item: Item, policy: str, ask: Ask
+        self, answer: Answer, logprobs: Told, truth: Told, item: Item, policy: str, ask: Ask
     ) -> Answer:
         if not self._distances:
             return answer
@@ -252,7 +252,7 @@ class HttpHost:
         def give(tokens: tuple[int, ...]) -> Told:
             return self._ask(item, policy, ask, tokens)[1]
 
-        return replace(answer, distances=distances(told, truth, give, along_logprobs))
+        return replace(answer, distances=distances(logprobs, truth, give, along_logprobs))
 
     def _ask(
         self, item: Item, policy: str, ask: Ask, answer: Sequence[int] = ()

@@ -40,11 +40,12 @@ def with_spread(summary: Summary, digits: int = 3) -> str:
 
 def overview_table(summaries: Sequence[Summary]) -> list[list[str]]:
     """Header and lines: a line for each policy, with all that one wants to know at a glance."""
-    told = max((s.kl_tokens for s in summaries), default=0)
+    kl_tokens = max((s.kl_tokens for s in summaries), default=0)
     header = [
         "policy", "score", "95 %", "of full", "beyond full", "F1", "EM", "kept", "KV MiB", "redone",
         "work", "FLOPs",
-        "TTFT ms", "faster", "KL", "top-1", f"answer KL, top {told}" if told else "answer KL",
+        "TTFT ms", "faster", "KL", "top-1",
+        f"answer KL, top {kl_tokens}" if kl_tokens else "answer KL",
         "KL 95 %", "flips",
         "log-lik.", "/ noise", "/ noise 95 %",
     ]  # fmt: skip

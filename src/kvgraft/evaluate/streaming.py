@@ -57,7 +57,7 @@ def stream(client: httpx.Client, url: str, body: Mapping[str, Any], most_likely:
                 _add(found, choice.get("logprobs") or {})
             found.report = (chunk.get("kv_transfer_params") or {}).get("kvgraft") or found.report
     if not found.places:
-        raise ValueError(f"{url} told no log-probabilities")
+        raise ValueError(f"{url} returned no log-probabilities")
     return found
 
 
@@ -67,9 +67,9 @@ def _chunks(response: httpx.Response) -> Iterator[Mapping[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def _add(found: Completion, told: Mapping[str, Sequence[Any]]) -> None:
-    found.tokens += [int(token.removeprefix(_TOKEN)) for token in told.get("tokens", ())]
-    for places in told.get("top_logprobs", ()):
+def _add(found: Completion, choice: Mapping[str, Sequence[Any]]) -> None:
+    found.tokens += [int(token.removeprefix(_TOKEN)) for token in choice.get("tokens", ())]
+    for places in choice.get("top_logprobs", ()):
         found.places.append(
             {int(token.removeprefix(_TOKEN)): value for token, value in places.items()}
         )

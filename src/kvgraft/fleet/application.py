@@ -99,7 +99,7 @@ def must_be_alike(options: FleetOptions) -> list[str]:
 
 
 def run(options: FleetOptions, args: Namespace) -> None:
-    """`kvgraft fleet`: serve on this machine until it is told to stop, by SIGTERM or Ctrl-C, then
+    """`kvgraft fleet`: serve on this machine until it is asked to stop, by SIGTERM or Ctrl-C, then
     finish what is in flight. On a Ray cluster: start the fleet, or replace the one that runs there
     step by step, and leave it there.
 

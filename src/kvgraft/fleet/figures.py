@@ -83,7 +83,7 @@ class ReplicaFigures:
         self.registry = CollectorRegistry()
         self.taken_over = Counter(
             "kvgraft:fleet_taken_over",
-            "What other servers were told before this one started, by whether it could be done "
+            "Changes of state repeated by a server that has started, by outcome "
             "here: done, failed.",
             ["outcome"],
             registry=self.registry,

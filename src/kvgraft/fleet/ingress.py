@@ -45,7 +45,7 @@ PROMPTED = frozenset(
     | {"/v1/messages", "/v1/responses", "/invocations"}
 )  # what is posted there is read, and held then
 LOOK_S = 8.0  # for which it is waited what servers say of themselves: scrapers wait for 10
-TOLD_S = 5.0  # or what they were told
+STATE_S = 5.0  # for the state of servers
 SHOWN_S = 1.0  # for which metrics are shown again
 # after which clients of a fleet that ends may ask again: another one may be there then
 RETRY_S = 10
@@ -167,7 +167,7 @@ class Ingress:
 
     async def _rest(self, first: bytes, answer: Any) -> AsyncGenerator[bytes]:
         """A stream as it comes. If the client leaves, so does the request; if the replica fails, or
-        the fleet ends, the client is told."""
+        the fleet ends, the stream ends with an error event."""
         try:
             yield first
             async for chunk in answer:
@@ -204,14 +204,13 @@ class Ingress:
             self._is_cut = True
         return len(self._in_flight)
 
-    async def told(self) -> ReplayedState:
-        """What servers were told, for one that starts. What was before this ingress they know
-        themselves."""
+    async def replayed_state(self) -> ReplayedState:
+        """Return the changes of state that a server must repeat when it starts."""
         if not self._has_learnt:
-            answers = await self._say("told", TOLD_S)
+            answers = await self._say("replayed_state", STATE_S)
             self._state_log.learn(answers)
             self._has_learnt = bool(answers)
-        return self._state_log.told
+        return self._state_log.state
 
     async def _say(self, method: str, within_s: float = LOOK_S) -> list[Any]:
         """What replicas say of themselves; without those that fail."""
@@ -236,12 +235,16 @@ class Ingress:
         if principal is None or not (principal.is_admin or self._keyring.has_one_tenant):
             return Refused(403, "this needs the admin key").response
         return JSONResponse(
-            {"replicas": sorted(await self._say("describe"), key=lambda told: str(told["name"]))}
+            {
+                "replicas": sorted(
+                    await self._say("describe"), key=lambda replica: str(replica["name"])
+                )
+            }
         )
 
 
 def together(answers: Sequence[tuple[Head, bytes] | BaseException]) -> Response:
-    """What the client is told of a change: the first answer if all servers say the same, else how
+    """Answer a change of state: the first answer if all servers say the same, else how
     many have done it."""
     given = [answer for answer in answers if not isinstance(answer, BaseException)]
     refusals = [answer for answer in given if answer[0].status >= HTTPStatus.BAD_REQUEST]
@@ -251,17 +254,17 @@ def together(answers: Sequence[tuple[Head, bytes] | BaseException]) -> Response:
             503, "no server is there: none has started yet, or all were idle and have ended"
         ).response
     if num_silent:
-        told = (
+        message = (
             f"{num_done} of {len(answers)} servers have done this, {num_silent} failed or did not "
             "answer in time"
         )
-        return Refused(503, f"{told}, and may do it later: ask again").response
+        return Refused(503, f"{message}, and may do it later: ask again").response
     if refusals and num_done:
         head, body = refusals[0]
         error = decoded(body).get("error")
         said = error.get("message") if isinstance(error, dict) else body.decode(errors="replace")
-        told = f"{len(refusals)} of {len(answers)} servers refuse this, the others have done it"
-        return Refused(head.status, f"{told}: {said}").response
+        message = f"{len(refusals)} of {len(answers)} servers refuse this, the others have done it"
+        return Refused(head.status, f"{message}: {said}").response
     return _answer(*given[0])
 
 
@@ -278,5 +281,5 @@ def with_headers(response: Response, head: Head) -> Response:
 
 def _error(message: str) -> bytes:
     """The event with which a stream ends that cannot go on."""
-    told = {"error": {"message": message, "type": "server_error", "code": 503}}
-    return b"data: " + msgspec.json.encode(told) + b"\n\n"
+    body = {"error": {"message": message, "type": "server_error", "code": 503}}
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"

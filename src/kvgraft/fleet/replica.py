@@ -46,8 +46,8 @@ TOKEN_BYTES = (0.5, 32.0)  # between which the length of a token of text is beli
 START_S = 1800.0  # a large model may be fetched first
 STOP_S = 10.0  # in which a server has to end that has nothing in flight, or that nobody waits for
 REPLICA = "Replica"  # name of the deployment of servers
-INGRESS = "Ingress"  # name of the deployment that knows what all servers were told
-TOLD_S = 10.0  # for which it is waited to hear what other servers were told
+INGRESS = "Ingress"  # name of the deployment that keeps the changes of state
+STATE_S = 10.0  # to wait for the changes of state of other servers
 AGAIN_S = 10.0  # after which it is asked again: by then all know of this server
 logger = logging.getLogger("ray.serve")
 
@@ -143,9 +143,9 @@ class Replica:
         self._is_closing.set()
         await asyncio.to_thread(self._open.close)
 
-    async def told(self) -> ReplayedState:
-        """What the server was told of that."""
-        return self._state_log.told
+    async def replayed_state(self) -> ReplayedState:
+        """Return the changes of state that this server has made."""
+        return self._state_log.state
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """What Ray Serve hands to routers."""
@@ -211,24 +211,24 @@ class Replica:
             self._taking_over = asyncio.create_task(self._take_over(AGAIN_S))
 
     async def _take_over(self, after_s: float = 0.0) -> None:
-        """Change what other servers were told to change, and this one was not."""
+        """Repeat the changes of state of other servers."""
         await asyncio.sleep(after_s)
         try:
             ingresses = await asyncio.to_thread(
                 get_deployment_handle, INGRESS, get_replica_context().app_name
             )
-            answers = await ask_all(ingresses, "told", within_s=TOLD_S)
+            answers = await ask_all(ingresses, "replayed_state", within_s=STATE_S)
         except KeyError:  # the fleet is just being started
             return
         except Exception:  # whatever Ray raises: this server can do without
-            logger.exception("what other servers were told is not known")
+            logger.exception("the changes of state of other servers are not known")
             return
         for key, request in self._state_log.news(
-            told for told in answers if not isinstance(told, BaseException)
+            state for state in answers if not isinstance(state, BaseException)
         ):
             try:
                 async with asyncio.timeout(CHANGE_S), self._changing:
-                    if not self._state_log.is_new(key, request):  # it was told so meanwhile
+                    if not self._state_log.is_new(key, request):  # it was made here meanwhile
                         continue
                     head, body = await self._change(request)
                 is_done = not self._state_log.is_new(key, request)
@@ -239,7 +239,7 @@ class Replica:
             self._figures.taken_over.labels("done" if is_done else "failed").inc()
             if not is_done:
                 logger.error(
-                    "%s, which other servers were told, could not be done here: %s",
+                    "%s, a change that other servers have made, failed here: %s",
                     " ".join(key),
                     said,
                 )

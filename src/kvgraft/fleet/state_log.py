@@ -1,4 +1,4 @@
-"""What the servers of a fleet were told, and one that starts later must be told, too: pinned
+"""Changes of state that every server of a fleet makes, also one that starts later: pinned
 documents and adapters."""
 
 import time
@@ -30,7 +30,7 @@ class StateLog:
         self._last: dict[Key, FleetRequest] = {}
 
     @property
-    def told(self) -> ReplayedState:
+    def state(self) -> ReplayedState:
         """All of them."""
         return dict(self._last)
 
@@ -43,7 +43,7 @@ class StateLog:
         return True
 
     def learn(self, others: Iterable[ReplayedState]) -> None:
-        """Know what others were told."""
+        """Take in the changes of other servers."""
         for key, request in self.news(others):
             self._take(key, request)
 
@@ -52,9 +52,9 @@ class StateLog:
         return request.at > max(self._at(key), self._at((RESET,)) if key[0] == PINS else 0)
 
     def news(self, others: Iterable[ReplayedState]) -> list[tuple[Key, FleetRequest]]:
-        """What others were told and we were not, in the order in which it can be carried out."""
+        """Return the changes that this server has not made, in an order that works."""
         last: dict[Key, FleetRequest] = {}
-        for key, request in (item for told in others for item in told.items()):
+        for key, request in (item for state in others for item in state.items()):
             if self.is_new(key, request) and (key not in last or request.at > last[key].at):
                 last[key] = request
         return sorted(last.items(), key=lambda item: (_KINDS.index(item[0][0]), item[1].at))

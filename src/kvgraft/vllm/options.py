@@ -1,5 +1,5 @@
-"""What a request may say about reuse, and what it is told: the one schema of the HTTP edge and the
-engine.
+"""What a request may say about reuse, and what its answer reports: the one schema of the HTTP edge
+and the engine.
 
 A request carries `kv_transfer_params: {"kvgraft": {...}}`; its response carries a `ServedReport` in
 the same place."""

@@ -27,8 +27,8 @@ class Backend(Protocol):
 
     def read_log(self, mark: str, most: int) -> tuple[list[bytes], str]:
         """So many records at most that have come since a mark (empty: since ever), and the mark of
-        the last one, to go on with; an empty one says that nothing is left of what was told. A
-        record may come twice, and its chunk be gone."""
+        the last one, to go on with; an empty one says that the log of the backend has begun again.
+        A record may come twice, and its chunk be gone."""
 
     def close(self) -> None:
         """End all connections."""
@@ -74,7 +74,7 @@ def check_url(url: str) -> None:
         )
 
 
-def open_place(url: str, folder: str, timeout_s: float, capacity: int, quota: float) -> Backend:
+def open_backend(url: str, folder: str, timeout_s: float, capacity: int, quota: float) -> Backend:
     """A place by its URL.
 
     Args:

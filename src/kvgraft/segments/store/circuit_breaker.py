@@ -1,4 +1,4 @@
-"""Whether what others run can be asked just now."""
+"""A circuit breaker for services that other processes run."""
 
 import logging
 import threading
@@ -6,19 +6,20 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-PAUSE_S = 30.0  # for which it is left alone
+PAUSE_S = 30.0  # for which the breaker stays open
 PATIENCE = 3  # failures in a row
 logger = logging.getLogger("kvgraft")
 
 
 class CircuitBreaker:
-    """After three failures in a row of one kind it is left alone for half a minute, then tried
-    again: one more failure is enough from then on, until it works. The log has a warning when that
-    begins.
+    """Open after `PATIENCE` failures of one kind in a row, for `PAUSE_S` seconds.
+
+    After that, one more failure opens it again, until a call of that kind succeeds. The first
+    failure of a kind in a row is logged as a warning.
 
     Args:
-        what: for the log.
-        clock: seconds.
+        what: name of the service, for the log.
+        clock: gives seconds.
     """
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,17 +29,17 @@ class CircuitBreaker:
         self._paused_until = 0.0
 
     @property
-    def is_paused(self) -> bool:
-        """Whether it is left alone."""
+    def is_open(self) -> bool:
+        """Whether the service must not be called now."""
         return self._clock() < self._paused_until
 
     def worked(self, kind: str) -> None:
-        """What was asked for was answered."""
+        """Note that a call of this kind succeeded."""
         with self._lock:
             del self._failures[kind]
 
     def failed(self, kind: str, why: str) -> None:
-        """It was not answered, or not in time."""
+        """Note that a call of this kind failed, and why."""
         with self._lock:
             self._failures[kind] += 1
             if self._failures[kind] == 1:

@@ -52,7 +52,7 @@ class FileBackend:
         self._root = f"{root.rstrip('/')}/{folder}".rstrip("/")
         self._capacity, self._quota = capacity, quota
         self._written: int | None = None  # bytes, since the place was looked through
-        self._told: dict[str, set[str]] = {}  # names of records, by minute
+        self._read: dict[str, set[str]] = {}  # names of records, by minute
 
     def put(self, name: str, record: bytes, data: bytes) -> bool:
         path = f"{self._root}/chunks/{name}"
@@ -81,21 +81,21 @@ class FileBackend:
         self._tell(name, record)
 
     def read_log(self, mark: str, most: int) -> tuple[list[bytes], str]:
-        """A mark is a time. Since clocks differ, what was not told of the minutes around it is new,
+        """A mark is a time. Since clocks differ, what was not read of the minutes around it is new,
         too."""
         now = time.time_ns() // MINUTE
         since = int(mark) // MINUTE - 1 if mark else 0
-        untold = (listed for minute in self._minutes(since, now) for listed in self._untold(minute))
-        new = list(islice(untold, most))
+        unread = (listed for minute in self._minutes(since, now) for listed in self._unread(minute))
+        new = list(islice(unread, most))
         found = self._files.cat([listed.path for listed in new], on_error="omit") if new else {}
         for listed in new:
-            self._told.setdefault(_minute_of(listed.path), set()).add(listed.path)
+            self._read.setdefault(_minute_of(listed.path), set()).add(listed.path)
         is_all = len(new) < most
         # what is dated ahead must not hide what comes
         came = [min(listed.came, now * MINUTE) for listed in new]
         mark = str(max([int(mark or 0), *came, *([now * MINUTE] if is_all else [])]))
-        for minute in [minute for minute in self._told if int(minute) < int(mark) // MINUTE - 1]:
-            del self._told[minute]
+        for minute in [minute for minute in self._read if int(minute) < int(mark) // MINUTE - 1]:
+            del self._read[minute]
         return [found[listed.path] for listed in new if listed.path in found], mark
 
     def close(self) -> None:
@@ -114,14 +114,14 @@ class FileBackend:
         names = (path.rpartition("/")[2] for path in self._list(f"{self._root}/records"))
         return sorted(name for name in names if name.isdecimal() and int(name) >= since)
 
-    def _untold(self, minute: str) -> list[_Listed]:
-        told = self._told.get(minute, set())
+    def _unread(self, minute: str) -> list[_Listed]:
+        read = self._read.get(minute, set())
         paths = self._list(f"{self._root}/records/{minute}")
         if self._is_local:
             # to read a FIFO would block
-            paths = [path for path in paths if path in told or Path(path).is_file()]
+            paths = [path for path in paths if path in read or Path(path).is_file()]
         return sorted(
-            (listed for path in paths if path not in told for listed in _listed(path)),
+            (listed for path in paths if path not in read for listed in _listed(path)),
             key=lambda r: r.came,
         )
 

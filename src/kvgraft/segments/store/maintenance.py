@@ -86,7 +86,7 @@ class StoreDirectory:
         """Read every chunk, and remove those that cannot be used.
 
         Args:
-            progress: told how many are done, of how many.
+            progress: called with the number done and the total.
         Returns:
             How many are "whole", "missing", "damaged" and "foreign".
         """

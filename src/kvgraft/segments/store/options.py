@@ -29,7 +29,7 @@ class StoreOptions:
         int8: keep keys and values as int8, in a quarter to a half of the bytes; they come back as
             graft sources only.
         shared_url: of a place that machines share, a Redis or Valkey server or a directory
-            (`open_place`); None: none. Servers that share one need the same secret: that of
+            (`open_backend`); None: none. Servers that share one need the same secret: that of
             `KVGRAFT_CACHE_SECRET`, or of the directory.
         shared_timeout_s: for which a prompt waits for that place.
         shared_gib: size of a shared directory; None: 64. A server there bounds itself.

@@ -26,10 +26,10 @@ START_S = 5.0  # for which the first look is waited for
 FLUSH_S = 10.0  # for which it is waited that all is written
 MAX_RECORDS = 1 << 17  # that are known at once; for others the oldest are forgotten
 PAGE = 512  # records that are asked for together
-NEWS = 256  # that are told together: whoever asks has other things to do
+NEWS = 256  # read at a time, since the caller has other work
 NUM_READERS = 8
 LOOKING, READING, WRITING = "looking", "reading", "writing"  # what is done with a place
-_REMOVED = b"-"  # so begins what is told of a removal; records are JSON
+_REMOVED = b"-"  # first byte of the record of a removal; other records are JSON
 logger = logging.getLogger("kvgraft")
 
 
@@ -58,14 +58,14 @@ class SharedTier:
         timeout_s: float = 0.5,
         max_backlog_bytes: int = 1 << 28,
     ) -> None:
-        self._place, self._timeout_s, self._id = place, timeout_s, os.urandom(8)
-        self._seal = Signer(secret)
+        self._backend, self._timeout_s, self._id = place, timeout_s, os.urandom(8)
+        self._signer = Signer(secret)
         self._lock = threading.RLock()
         self._records: dict[bytes, ChunkRecord] = {}  # what can be asked for
         self._waiting: dict[bytes, tuple[ChunkRecord, dict[str, Tensor]]] = {}  # to be written
         self._news: dict[bytes, ChunkRecord | Gone] = {}
         self._counts: Counter[str] = Counter()
-        self._health, self._mark = CircuitBreaker("segment store, shared tier"), ""
+        self._breaker, self._mark = CircuitBreaker("segment store, shared tier"), ""
         self._writer = ChunkWriter(max_backlog_bytes)
         self._readers = Readers(NUM_READERS, "kvgraft-shared")
         self._ended, self._looked = threading.Event(), threading.Event()
@@ -97,7 +97,7 @@ class SharedTier:
         with self._lock:
             if record.key in self:
                 return []
-            if self._health.is_paused:
+            if self._breaker.is_open:
                 self._counts["shared_paused"] += 1
             elif not self._writer.submit(partial(self._write, record, stored), nbytes(stored)):
                 self._counts["shared_backlog"] += 1
@@ -128,7 +128,7 @@ class SharedTier:
             ]
         if not wanted:
             return arrived
-        if self._health.is_paused:
+        if self._breaker.is_open:
             self._count("shared_paused", len(wanted))
             return arrived
         if time.monotonic() >= deadline:  # for which the place is not to blame
@@ -146,9 +146,9 @@ class SharedTier:
             str(answer) for answer in answers.values() if answer in ("shared_late", "shared_failed")
         ]
         if len(silent) == len(asked):
-            self._health.failed(READING, silent[0])
+            self._breaker.failed(READING, silent[0])
         else:
-            self._health.worked(READING)
+            self._breaker.worked(READING)
         return arrived
 
     def remove(self, key: bytes) -> None:
@@ -158,18 +158,18 @@ class SharedTier:
             self._news.pop(key, None)
             record = record or (waiting[0] if waiting else None)
         if record is not None:
-            told = self._seal.close_record(removal(key, self._id))
-            name = self._seal.name(record)
-            self._writer.submit(lambda: self._erase(name, told))
+            record_bytes = self._signer.close_record(removal(key, self._id))
+            name = self._signer.name(record)
+            self._writer.submit(lambda: self._erase(name, record_bytes))
 
     def poll(self) -> dict[bytes, ChunkRecord | Gone]:
         """Some of what has come and gone since the last calls, but for `put`, `remove` and `fetch`:
         what others have put there or removed, and what could not be written."""
         with self._lock:
-            told = dict(list(self._news.items())[:NEWS])
-            for key in told:
+            news = dict(list(self._news.items())[:NEWS])
+            for key in news:
                 del self._news[key]
-            return told
+            return news
 
     def flush(self) -> None:
         """Wait until all that was put is written, or has failed, for 10 s at most."""
@@ -181,7 +181,7 @@ class SharedTier:
         self._ended.set()
         self._looker.join(PERIOD_S)
         self._readers.close()
-        self._place.close()
+        self._backend.close()
 
     # What follows needs the lock to be held.
 
@@ -199,7 +199,7 @@ class SharedTier:
             self._news[oldest] = Gone.EVICTED
 
     def _forget_all(self) -> None:
-        """Nothing is left there of what was told."""
+        """Forget all records: the log of the backend begins again."""
         self._news |= dict.fromkeys(self._records, Gone.EVICTED)
         self._records.clear()
 
@@ -213,10 +213,12 @@ class SharedTier:
 
     def _read(self, record: ChunkRecord) -> "dict[str, Tensor] | str":
         """What is stored of a chunk, or the reason why it is a miss."""
-        name, plain = self._seal.name(record), without_source(record)
+        name, plain = self._signer.name(record), without_source(record)
         try:
-            sealed = self._place.get(name, self._seal.closed_bytes(most_bytes(plain)))
-            return "shared_gone" if sealed is None else decode(self._seal.open(sealed, name), plain)
+            sealed = self._backend.get(name, self._signer.closed_bytes(most_bytes(plain)))
+            return (
+                "shared_gone" if sealed is None else decode(self._signer.open(sealed, name), plain)
+            )
         except BadPayload as bad:
             return f"shared_{bad.reason}"
         except Exception as error:  # whatever the client raises
@@ -229,7 +231,7 @@ class SharedTier:
             if not self._waits(record):
                 return
         is_kept = False
-        if self._health.is_paused or self._ended.is_set():
+        if self._breaker.is_open or self._ended.is_set():
             self._count("shared_paused")
         else:
             is_kept = self._attempt(WRITING, lambda: self._put(record, stored))
@@ -242,51 +244,51 @@ class SharedTier:
                     self._news[record.key] = Gone.EVICTED
 
     def _put(self, record: ChunkRecord, stored: dict[str, "Tensor"]) -> bool:
-        name, told = self._seal.name(record), self._seal.close_record(record.encode())
-        is_kept = self._place.put(
-            name, told, self._seal.close(encode(without_source(record), stored), name)
+        name, record_bytes = self._signer.name(record), self._signer.close_record(record.encode())
+        is_kept = self._backend.put(
+            name, record_bytes, self._signer.close(encode(without_source(record), stored), name)
         )
         self._count("shared_written" if is_kept else "shared_too_large")
         return is_kept
 
-    def _erase(self, name: str, told: bytes) -> None:
-        self._attempt(WRITING, lambda: self._place.remove(name, told))
+    def _erase(self, name: str, record_bytes: bytes) -> None:
+        self._attempt(WRITING, lambda: self._backend.remove(name, record_bytes))
 
     def _look(self) -> None:
         """Look what has come, until the end."""
         while not self._ended.is_set():
-            if not self._health.is_paused:
+            if not self._breaker.is_open:
                 self._attempt(LOOKING, self._take_up)
             self._looked.set()
             self._ended.wait(PERIOD_S)
 
     def _take_up(self) -> bool:
         """Take up all that has come."""
-        told: list[bytes] = []
-        while len(told) in (0, PAGE) and not self._ended.is_set():
-            told, mark = self._place.read_log(self._mark, PAGE)
+        read: list[bytes] = []
+        while len(read) in (0, PAGE) and not self._ended.is_set():
+            read, mark = self._backend.read_log(self._mark, PAGE)
             with self._lock:
                 if self._mark and not mark:
                     self._forget_all()
             self._mark = mark
-            for data in told:
+            for data in read:
                 self._take_in(data)
-            if not told:
+            if not read:
                 break
         return True
 
     def _take_in(self, data: bytes) -> None:
         """Take notice of a record that has come, which may be one of ours."""
         try:
-            told = self._seal.open_record(data)
-            record = None if told.startswith(_REMOVED) else ChunkRecord.decode(told)
+            plain = self._signer.open_record(data)
+            record = None if plain.startswith(_REMOVED) else ChunkRecord.decode(plain)
         except (BadPayload, ValueError):
             self._count("shared_forged")
             return
         with self._lock:
             if record is None:
-                if told[len(_REMOVED) : -KEY_BYTES] != self._id:
-                    self._forget_removed(told[-KEY_BYTES:])
+                if plain[len(_REMOVED) : -KEY_BYTES] != self._id:
+                    self._forget_removed(plain[-KEY_BYTES:])
             elif record.key not in self:
                 self._news[record.key] = record
                 self._know(record)
@@ -297,9 +299,9 @@ class SharedTier:
             found = act()
         except Exception as error:  # whatever the client raises
             self._count("shared_failed")
-            self._health.failed(doing, f"{type(error).__name__}: {error}")
+            self._breaker.failed(doing, f"{type(error).__name__}: {error}")
             return False
-        self._health.worked(doing)
+        self._breaker.worked(doing)
         return bool(found)
 
     def _missed(self, record: ChunkRecord, reason: str) -> None:
@@ -315,8 +317,12 @@ class SharedTier:
 
 
 def removal(key: bytes, by: bytes) -> bytes:
-    """What is told of a chunk that is to be removed everywhere, by whom: 8 bytes of which others
-    have other ones."""
+    """Return the record of a removal.
+
+    Args:
+        key: of the chunk.
+        by: 8 bytes that name the server that removes it.
+    """
     return _REMOVED + by + key
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from kvgraft.segments.store.backends import Backend, open_place
+from kvgraft.segments.store.backends import Backend, open_backend
 from kvgraft.segments.store.chunk import ChunkRecord
 from kvgraft.segments.store.secret import derive
 from kvgraft.segments.store.shared import SharedTier, removal
@@ -17,7 +17,7 @@ class Sharing:
     """A shared tier that is still to be opened.
 
     Attributes:
-        url: see `open_place`.
+        url: see `open_backend`.
         secret: 32 bytes that the servers of a fleet have in common.
         rank: of several, each of which has a part of the place of its own; None: there is one.
         timeout_s: for which one prompt waits, however much of it is asked for.
@@ -32,15 +32,15 @@ class Sharing:
     quota: float
 
     def open(self) -> "SharedTier":
-        """The tier; see `open_place` for what it raises. A place that cannot be reached is no
+        """The tier; see `open_backend` for what it raises. A place that cannot be reached is no
         error."""
-        return SharedTier(self._place(), self._own_secret, timeout_s=self.timeout_s)
+        return SharedTier(self._backend(), self._own_secret, timeout_s=self.timeout_s)
 
     def remove(self, records: Iterable[ChunkRecord]) -> None:
         """Remove chunks for all who share the place, as its operator. Raises whatever the place's
         client raises."""
         seal = Signer(self._own_secret)
-        with closing(self._place()) as place:
+        with closing(self._backend()) as place:
             for record in records:
                 place.remove(
                     seal.name(record), seal.close_record(removal(record.key, os.urandom(8)))
@@ -52,6 +52,6 @@ class Sharing:
         the others."""
         return self.secret if self.rank is None else derive(self.secret, f"rank {self.rank}")
 
-    def _place(self) -> Backend:
+    def _backend(self) -> Backend:
         folder = "" if self.rank is None else f"rank-{self.rank}"
-        return open_place(self.url, folder, self.timeout_s, self.capacity, self.quota)
+        return open_backend(self.url, folder, self.timeout_s, self.capacity, self.quota)

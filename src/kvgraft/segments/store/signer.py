@@ -38,12 +38,12 @@ class Signer:
         """The data that was signed for this name; BadPayload if it was not."""
         return _opened(self._data_key, name, sealed)
 
-    def close_record(self, told: bytes) -> bytes:
-        """What is told to others, signed."""
-        return _signature(self._record_key, "", told) + told
+    def close_record(self, record: bytes) -> bytes:
+        """Return the signed form of a record."""
+        return _signature(self._record_key, "", record) + record
 
     def open_record(self, sealed: bytes) -> bytes:
-        """What was signed to be told; BadPayload if it was not."""
+        """Return a record from its signed form; BadPayload if it was not."""
         return _opened(self._record_key, "", sealed)
 
 

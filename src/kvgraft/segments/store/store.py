@@ -89,8 +89,8 @@ class SegmentStore:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._closed = False
-        self._register = ChunkIndex(block_size, chunk_blocks, similarity, anchors)
-        # of what can be found, what nobody has been told yet
+        self._index = ChunkIndex(block_size, chunk_blocks, similarity, anchors)
+        # of what can be found, what was not reported yet
         self._appeared: dict[bytes, ChunkRecord] = {}
         self._tiers = Tiers.open(ram_bytes, directory, disk_bytes, quota, max_backlog_bytes, shared)
         while self._look_around():
@@ -104,10 +104,10 @@ class SegmentStore:
 
     def __len__(self) -> int:
         """Chunks that can be found."""
-        return len(self._register)
+        return len(self._index)
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._register
+        return key in self._index
 
     @property
     def counts(self) -> Counter[str]:
@@ -140,7 +140,7 @@ class SegmentStore:
         Raises:
             ValueError: chunk or payload are not of this form, or the store is closed.
         """
-        if not self._register.can_hold(chunk):
+        if not self._index.can_hold(chunk):
             given = f"{chunk.num_blocks} blocks of {chunk.block_size} tokens"
             raise ValueError(
                 f"a chunk of {given}: allowed are {self.chunk_blocks} of {self.block_size} tokens"
@@ -148,7 +148,7 @@ class SegmentStore:
         record = ChunkRecord.of(chunk, payload, int8=self.int8)
         with self._lock:
             self._look_around()
-            known = self._register.get(chunk.key)
+            known = self._index.get(chunk.key)
             is_better = known is not None and known.int8 and not self.int8
             if known is not None and not is_better and self._tiers.is_near(chunk.key):
                 self._counts["known"] += 1
@@ -167,7 +167,7 @@ class SegmentStore:
             evicted = self._tiers.put(record, stored)
             if evicted is None:
                 return False
-            self._register.add(record)
+            self._index.add(record)
             self._counts["stored"] += 1
             self._left(evicted)
             return True
@@ -184,7 +184,7 @@ class SegmentStore:
         """Note that a chunk was used; whether it is known."""
         with self._lock:
             self._look_around(others=False)
-            known = key in self._register
+            known = key in self._index
             if known:
                 self._tiers.touch(key)
             return known
@@ -205,7 +205,7 @@ class SegmentStore:
         was made for that."""
         with self._lock:
             self._look_around()
-            return self._register.match(
+            return self._index.match(
                 tokens,
                 scope,
                 shared=shared,
@@ -219,14 +219,12 @@ class SegmentStore:
         put, or -1."""
         with self._lock:
             self._look_around()
-            return self._register.prefix(chain_keys, scope)
+            return self._index.prefix(chain_keys, scope)
 
     def fetch(self, blocks: Sequence[int], *scopes: bytes) -> list[StoredBlock | None]:
         """The blocks of these numbers, None for each that is gone or of none of these scopes. Each
         chunk is read once. Waits for the shared tier as `SharedTier.fetch` does."""
-        return self._fetch_all(
-            lambda: [self._register.find(block, *scopes) for block in blocks], None
-        )
+        return self._fetch_all(lambda: [self._index.find(block, *scopes) for block in blocks], None)
 
     def fetch_from(
         self, places: Sequence[tuple[bytes, int]], asked_at: float | None = None
@@ -238,7 +236,7 @@ class SegmentStore:
         """
 
         def find() -> list[_Found]:
-            records = [(self._register.get(key), place) for key, place in places]
+            records = [(self._index.get(key), place) for key, place in places]
             return [
                 (r, at) if r is not None and at < r.chunk.num_blocks else None for r, at in records
             ]
@@ -248,7 +246,7 @@ class SegmentStore:
     def record(self, key: bytes) -> ChunkRecord | None:
         """The record of a chunk that can be found."""
         with self._lock:
-            return self._register.get(key)
+            return self._index.get(key)
 
     def pin(self, key: bytes, pinned: bool = True) -> None:
         """Never evict a chunk, or allow it again; on disk, if it is there. KeyError if it is
@@ -339,7 +337,7 @@ class SegmentStore:
     def _forget(self, key: bytes) -> None:
         """Forget a chunk, whatever lies below."""
         self._tiers.memory.remove(key)
-        self._register.remove(key)
+        self._index.remove(key)
         self._appeared.pop(key, None)
 
     def _look_around(self, *, others: bool = True) -> bool:
@@ -347,21 +345,21 @@ class SegmentStore:
         is done (`Tiers.poll`); whether there was anything."""
         if self._closed:
             raise ValueError("the segment store is closed")
-        told = self._tiers.poll(others=others)
-        for key, news in told.items():
+        changed = self._tiers.poll(others=others)
+        for key, news in changed.items():
             if news is Gone.EVICTED:
                 self._left([key])
                 continue
             self._forget(key)
             found = self._tiers.removed(key) if news is Gone.REMOVED else news
-            if isinstance(found, ChunkRecord) and self._register.can_hold(found.chunk):
-                self._register.add(found)
+            if isinstance(found, ChunkRecord) and self._index.can_hold(found.chunk):
+                self._index.add(found)
                 self._appeared[key] = found
             elif isinstance(found, ChunkRecord):
                 self._counts["unusable"] += 1
-        return bool(told)
+        return bool(changed)
 
     def _check_known(self, key: bytes) -> None:
         self._look_around(others=False)
-        if key not in self._register:
+        if key not in self._index:
             raise KeyError(f"no stored chunk has the key {key.hex()}")

@@ -68,7 +68,7 @@ class Recoveries:
         self._cancelled.add(state.id)
 
     def take_orders(self) -> tuple[list[Job], set[str]]:
-        """What workers have not been told yet: recoveries to begin, and the requests whose are
+        """Return what the workers do not have yet: recoveries to begin, and the requests whose are
         called off."""
         orders = self._jobs, self._cancelled
         self._jobs, self._cancelled = [], set()

@@ -32,7 +32,7 @@ class WorkerSide:
         self._ended: dict[str, RecoveryResult] = {}
         self._reported: dict[str, RecoveryResult] = {}
         self._told = (0, 0)  # of documents: bytes, how many
-        self._costs: Costs | None = None  # not told yet
+        self._costs: Costs | None = None  # not measured yet
 
     def attach(self, runner: Any) -> None:
         """Give it the model; called by our worker class once the KV cache exists."""
@@ -97,8 +97,8 @@ class WorkerSide:
         stores = {} if store is None else {self._config.parallel_config.rank: store}
         costs, self._costs = self._costs, None
         adapters = {} if self._host is None else self._host.adapters.take_loaded()
-        told = outcomes, stores, documents, costs, adapters
-        return WorkerMetadata(*told) if any(told) else None
+        found = outcomes, stores, documents, costs, adapters
+        return WorkerMetadata(*found) if any(found) else None
 
     def _take_documents(self) -> tuple[int, int] | None:
         """Bytes and number of the documents that are held, if that has changed."""

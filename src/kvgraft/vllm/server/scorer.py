@@ -79,7 +79,7 @@ class Scorer:
 
     Args:
         tokens_per_minute: that may be computed for that.
-        report: told the distances of each answer that was scored.
+        report: called with the distances of each answer that was scored.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ OTHER_GROUPS = (
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """Run the server until it is told to stop.
+    """Run the server until it is asked to stop.
 
     Raises:
         ValueError: the command line cannot be served; the message says why.

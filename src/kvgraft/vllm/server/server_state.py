@@ -113,6 +113,6 @@ class ServerState:
 
 
 def _settings(args: Namespace) -> KVGraftSettings:
-    """What the connector is told."""
+    """Return the connector's configuration."""
     config = getattr(args, "kv_transfer_config", None)
     return KVGraftSettings.parse(config.kv_connector_extra_config if config else {})
