@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.servers import running
 from kvgraft.testbed import MODEL_DIR
+from kvgraft.vllm.server.process import running
 from load import Client, Outcome, Spread, local_tokenizer
 from servers import MEMORY, ServerOptions
 from tables import configuration

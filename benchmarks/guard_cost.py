@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.servers import Server
+from kvgraft.vllm.server.process import Server
 from load import Client, Outcome, Summary, drive, local_tokenizer
 from scenarios import SETTLE_S, make_random_model
 from servers import THREADS, ServerOptions, start

@@ -20,8 +20,8 @@ import typer
 from rich.console import Console
 
 from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.servers import ENVIRONMENT
 from kvgraft.evaluate.statistics import bootstrap
+from kvgraft.vllm.server.process import ENVIRONMENT
 from scenarios import make_random_model
 from servers import MEMORY, THREADS, restart_with
 

@@ -23,8 +23,8 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.servers import ENVIRONMENT
 from kvgraft.prefill.policies import parse_policy
+from kvgraft.vllm.server.process import ENVIRONMENT
 from overhead import IN_PROCESS
 from scenarios import make_random_model
 from servers import GPU_SHARE

@@ -26,12 +26,12 @@ import typer
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.prompts import as_parts
-from kvgraft.evaluate.servers import Server
 from kvgraft.evaluate.statistics import bootstrap
 from kvgraft.prefill import DEFAULT_POLICY
 from kvgraft.segments.store import StoreOptions
 from kvgraft.testbed import MODEL_DIR
 from kvgraft.testbed.scenarios import make_scenarios
+from kvgraft.vllm.server.process import Server
 from load import Client, local_tokenizer
 from scenarios import SETTLE_S, OnProgress, Pair, checked, make_random_model
 from servers import THREADS, ServerOptions, start

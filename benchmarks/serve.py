@@ -25,7 +25,7 @@ import typer
 from rich.console import Console
 
 from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.servers import Server
+from kvgraft.vllm.server.process import Server
 from load import Client, Summary, drive, local_tokenizer, words_of
 from scenarios import (
     FAMILIES,

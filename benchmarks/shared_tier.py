@@ -34,7 +34,7 @@ from kvgraft import Engine
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.statistics import bootstrap
 from kvgraft.segments.store import SegmentStore
-from kvgraft.segments.store.sharing import Sharing
+from kvgraft.segments.store.shared import Sharing
 from store import (
     NEW_TOKENS,
     VOCABULARY,

@@ -30,8 +30,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.servers import Server
 from kvgraft.testbed import MODEL_DIR
+from kvgraft.vllm.server.process import Server
 from kvgraft.vllm.server.tenancy import Tenant
 from load import local_tokenizer
 from servers import ServerOptions, start

@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 
 from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.servers import Server
+from kvgraft.vllm.server.process import Server
 from load import Client, Outcome, Summary, drive, local_tokenizer
 from scenarios import make_random_model
 from servers import THREADS, ServerOptions, start

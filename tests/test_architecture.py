@@ -22,11 +22,11 @@ LAYERS = [  # each may import what stands before it, and itself
 ]
 STORE = [  # within segments/store/, each may import what stands before it
     {"chunk", "events"},
-    {"budget", "chunk_index", "circuit_breaker", "files", "readers", "redis_backend", "writer"},
+    {"budget", "chunk_index", "files", "redis_backend", "writer"},
     {"catalogue", "file_backend", "secret"},
-    {"backends", "catalogue_reader", "signer"},
-    {"disk", "memory", "maintenance", "shared"},
-    {"sharing", "tiers"},
+    {"backends", "signer"},
+    {"disk", "maintenance", "shared"},
+    {"tiers"},
     {"store"},
     {"options"},
     {"__init__"},

@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import routing
-from kvgraft.evaluate.servers import running
 from kvgraft.fleet.figures import Figures
+from kvgraft.vllm.server.process import running
 
 
 def samples(registry: CollectorRegistry) -> list:

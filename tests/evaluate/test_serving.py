@@ -2,8 +2,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kvgraft.evaluate.servers import serving
 from kvgraft.evaluate.serving import ServingReport, render, run_serving_demo
+from kvgraft.vllm.server.process import serving
 
 pytestmark = pytest.mark.slow
 

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvgraft.evaluate.servers import running
 from kvgraft.fleet.ingress import SHOWN_S
 from kvgraft.testbed import tasks
 from kvgraft.testbed.documents import Facts, make_documents
+from kvgraft.vllm.server.process import running
 
 ALICE, BOB, ADMIN = "key-of-alice", "key-of-bob", "key-of-the-admin"
 START_S = 600.0  # some forty, unless the machine is busy

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgraft.fleet.expected import expect
-from kvgraft.fleet.latency import FASTEST, SLOWEST, LatencyCalibration
 from kvgraft.fleet.ranking import SILENCE, Ranking, ReplicaReport
+from kvgraft.fleet.replica import FASTEST, SLOWEST, LatencyCalibration
 from kvgraft.fleet.router_view import GRACE, pack
 from kvgraft.prefill.costs import Costs
 from kvgraft.segments.fingerprints import Fingerprints

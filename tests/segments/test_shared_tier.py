@@ -12,14 +12,12 @@ import torch
 
 from chunks import NBYTES, OTHER_SCOPE, SCOPE, SIZE, holds, make_chunk, make_payload, put, same
 from kvgraft.segments.store import SegmentStore, StoreDirectory, StoreOptions
-from kvgraft.segments.store.backends import open_backend
 from kvgraft.segments.store.chunk import DTYPES, ChunkRecord
-from kvgraft.segments.store.circuit_breaker import PAUSE_S, CircuitBreaker
 from kvgraft.segments.store.file_backend import FileBackend
 from kvgraft.segments.store.files import encode, most_bytes
 from kvgraft.segments.store.redis_backend import RedisBackend
 from kvgraft.segments.store.secret import CACHE_SECRET
-from kvgraft.segments.store.sharing import Sharing
+from kvgraft.segments.store.shared import PAUSE_S, CircuitBreaker, Sharing, open_backend
 from kvgraft.segments.store.signer import without_source
 from redis_server import needs_redis, redis_server
 

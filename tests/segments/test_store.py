@@ -25,7 +25,7 @@ from chunks import (
 from kvgraft.segments.keys import chain_hashes, scope_digest
 from kvgraft.segments.matches import grafted_tokens
 from kvgraft.segments.store import Chunk, ChunkIndex, SegmentStore, chunk_index, files
-from kvgraft.segments.store.memory import MemoryTier
+from kvgraft.segments.store.tiers import MemoryTier
 
 ROOM = 1 << 24
 

@@ -14,7 +14,7 @@ from kvgraft.prefill.policies import parse_policy
 from kvgraft.reuse.provenance import BlockProvenance
 from kvgraft.segments.keys import scope_digest
 from kvgraft.vllm.compat.adapters import Adapter, adapter_digest
-from kvgraft.vllm.connector.adapters import RequestAdapters
+from kvgraft.vllm.connector.eligibility import RequestAdapters
 from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.options import RequestOptions
 

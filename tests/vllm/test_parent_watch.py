@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvgraft.vllm.parent_watch import GRACE_S, LOOK_S, end_with_parent
+from kvgraft.vllm.process_lifetime import GRACE_S, LOOK_S, end_with_parent
 
 PARENT = """
 import multiprocessing, signal, sys, time
-from kvgraft.vllm.parent_watch import end_with_parent
+from kvgraft.vllm.process_lifetime import end_with_parent
 
 def work(ignores, pipe):
     if ignores:

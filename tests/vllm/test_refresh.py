@@ -7,7 +7,7 @@ import pytest
 from engines import BLOCK, MAX_LENGTH, NAIVE, OFF, STEP_TOKENS, Ask, words
 from hosts import Host
 
-from kvgraft.vllm.connector.refresh_controls import MAX_TRIES, RefreshControls
+from kvgraft.vllm.connector.controls import MAX_TRIES, RefreshControls
 from kvgraft.vllm.options import CONTROL_TOKEN, READ, REFRESH, Control
 
 KNOWN, NEW, LONG = words(8 * BLOCK, 1), words(6 * BLOCK, 2), words(20 * BLOCK, 3)

@@ -14,9 +14,8 @@ from vllm.v1.request import Request
 from kvgraft.prefill.policies import parse_policy
 from kvgraft.reuse.provenance import BlockProvenance
 from kvgraft.segments.keys import scope_digest
-from kvgraft.vllm.connector.continuing import Continuing
-from kvgraft.vllm.connector.hash_masking import HashMasking
 from kvgraft.vllm.connector.planner import Planner
+from kvgraft.vllm.connector.prefix_lookup import Continuing, HashMasking
 from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.options import RequestOptions
 from kvgraft.vllm.settings import KVGraftSettings

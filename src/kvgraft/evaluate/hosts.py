@@ -318,7 +318,7 @@ def open_host(
     if where == "native":
         yield NativeHost(Engine(model, dtype=dtype, **engine), distances=distances)
     elif where == "vllm":
-        from kvgraft.evaluate.servers import serving  # needs the packages of kvgraft[serve]
+        from kvgraft.vllm.server.process import serving  # needs the packages of kvgraft[serve]
 
         flags = ("--dtype", dtype) if dtype else ()
         # whatever takes how long here

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from kvgraft.evaluate.progress import OnProgress
 from kvgraft.evaluate.prompts import as_text
-from kvgraft.evaluate.servers import Server, serving
 from kvgraft.testbed.scenarios import Segments, make_scenarios
+from kvgraft.vllm.server.process import Server, serving
 
 MODEL = "bundled"
 SERVER_FLAGS = ("--dtype", "float32", "--kvgraft-costs", "tokens")  # the same anywhere

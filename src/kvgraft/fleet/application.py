@@ -1,6 +1,7 @@
 """A fleet as an application of Ray Serve: from a command line, or from a configuration file of
 Ray."""
 
+import asyncio
 import os
 import secrets
 import signal
@@ -15,17 +16,30 @@ import ray
 from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import AutoscalingConfig, HTTPOptions, ProxyLocation, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
-from kvgraft.evaluate.servers import KVGRAFT
-from kvgraft.fleet.ending import end_fleet
+from kvgraft.fleet.broadcast import ask_all
 from kvgraft.fleet.environment_check import EnvironmentCheck
 from kvgraft.fleet.ingress import Ingress
 from kvgraft.fleet.options import FleetOptions
-from kvgraft.fleet.replica import INGRESS, REPLICA, Replica
+from kvgraft.fleet.replica import INGRESS, REPLICA, STOP_S, Replica
 from kvgraft.fleet.router import SegmentRouter
 from kvgraft.segments.store.secret import CACHE_SECRET
 from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY, Keys, check_exposure
+from kvgraft.vllm.server.process import KVGRAFT
+
+FLUSH_S = 2.0  # in which clients are sent what is left, once servers have ended
+CALL_S = 5.0  # beside what was asked for, until a process has answered
+
+
+async def _end(ingresses: DeploymentHandle, replicas: DeploymentHandle, drain_s: float) -> None:
+    await ask_all(ingresses, "drain", drain_s, within_s=drain_s + CALL_S)
+
+    # What is still in flight loses its server here: the ingress sends its clients an error.
+    await ask_all(replicas, "end", within_s=STOP_S + CALL_S)
+    await ask_all(ingresses, "drain", FLUSH_S, within_s=FLUSH_S + CALL_S)
+
 
 NAME = "kvgraft"
 IN_FLIGHT = 256  # requests that a server has at most; vLLM has a queue of its own
@@ -203,3 +217,12 @@ def _environment(options: FleetOptions) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(max(1, int(options.cpus))),
     }
+
+
+def end_fleet(application: str, drain_s: float) -> None:
+    """Have what is in flight end, cut what has not after so many seconds, and end all servers.
+
+    While this lasts the fleet answers 503 to new requests. Ray still runs afterwards.
+    """
+    ingresses = serve.get_deployment_handle(INGRESS, application)
+    asyncio.run(_end(ingresses, serve.get_deployment_handle(REPLICA, application), drain_s))

@@ -18,12 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray.serve import get_deployment_handle, get_replica_context
 from yarl import URL
 
-from kvgraft.evaluate.servers import KVGRAFT, running
 from kvgraft.fleet.broadcast import ask_all
 from kvgraft.fleet.environment_check import EnvironmentCheck
 from kvgraft.fleet.expected import BYTES_PER_TOKEN, expect
 from kvgraft.fleet.figures import ReplicaFigures
-from kvgraft.fleet.latency import LatencyCalibration
 from kvgraft.fleet.ranking import HEARTBEAT, ReplicaReport
 from kvgraft.fleet.replica_contents import ReplicaContents
 from kvgraft.fleet.requests import FleetRequest, Head, ServerFailed, end_to_end
@@ -31,6 +29,11 @@ from kvgraft.fleet.state_log import CHANGE_S, RESET, ReplayedState, StateLog, re
 from kvgraft.prefill.costs import TOKENS, Costs
 from kvgraft.reuse.cost import WORK
 from kvgraft.segments.fingerprints import Fingerprints
+from kvgraft.vllm.server.process import KVGRAFT, running
+
+DECAY = 0.9  # weight of earlier prompts in the latency ratio, with each new one
+FASTEST, SLOWEST = 1e-6, 1e3  # costs may be given in tokens instead of seconds
+
 
 LEFT_OUT = ("date", "server")  # of answers: whoever answers the client sends these
 CONNECT_S = 10.0
@@ -324,3 +327,21 @@ class Replica:
         if hasattr(self, "_is_closing"):
             self._is_closing.set()
             self._open.close()
+
+
+class LatencyCalibration:
+    """Of one server; 1 until it has answered. Expected and real seconds are summed, so long prompts
+    count for more."""
+
+    def __init__(self) -> None:
+        self._expected = self._real = 0.0
+
+    @property
+    def value(self) -> float:
+        """Real seconds to an expected one."""
+        return min(max(self._real / self._expected, FASTEST), SLOWEST) if self._expected else 1.0
+
+    def add(self, expected_s: float, real_s: float) -> None:
+        """A prompt had its first token after so many seconds."""
+        self._expected = DECAY * self._expected + expected_s
+        self._real = DECAY * self._real + real_s

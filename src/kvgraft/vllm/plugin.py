@@ -29,7 +29,7 @@ def register() -> None:
     from vllm import ModelRegistry
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from kvgraft.vllm.parent_watch import end_with_parent
+    from kvgraft.vllm.process_lifetime import end_with_parent
 
     log_as_vllm()
     end_with_parent()

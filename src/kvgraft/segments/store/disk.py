@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvgraft.segments.store.budget import Budget
-from kvgraft.segments.store.catalogue import Catalogue, CatalogueRow, within
-from kvgraft.segments.store.catalogue_reader import CatalogueReader
+from kvgraft.segments.store.catalogue import Catalogue, CatalogueReader, CatalogueRow, within
 from kvgraft.segments.store.chunk import ChunkRecord, Gone, nbytes
 from kvgraft.segments.store.files import (
     BadPayload,

@@ -10,7 +10,7 @@ from kvgraft.segments.segmentation import Similarity
 from kvgraft.segments.store.backends import check_url, is_server, local_directory, without_password
 from kvgraft.segments.store.files import check_private_directory
 from kvgraft.segments.store.secret import CACHE_SECRET, check_secret, find_secret, given_secret
-from kvgraft.segments.store.sharing import Sharing
+from kvgraft.segments.store.shared import Sharing
 from kvgraft.segments.store.store import SegmentStore
 
 SHARED_GIB = 64.0  # of a file system, where nothing else is said

@@ -5,18 +5,28 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvgraft.segments.store.backends import Backend
+from kvgraft.segments.store.backends import Backend, open_backend
 from kvgraft.segments.store.chunk import KEY_BYTES, ChunkRecord, Gone, nbytes
-from kvgraft.segments.store.circuit_breaker import CircuitBreaker
 from kvgraft.segments.store.files import BadPayload, decode, encode, most_bytes
-from kvgraft.segments.store.readers import Readers
+from kvgraft.segments.store.secret import derive
 from kvgraft.segments.store.signer import Signer, without_source
 from kvgraft.segments.store.writer import ChunkWriter
+
+Result = TypeVar("Result")
+
+
+PAUSE_S = 30.0  # for which the breaker stays open
+PATIENCE = 3  # failures in a row
+logger = logging.getLogger("kvgraft")
+
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -329,3 +339,117 @@ def removal(key: bytes, by: bytes) -> bytes:
 def _answer_of(future: "Future[dict[str, Tensor] | str]") -> "dict[str, Tensor] | str":
     """What came, or the reason why nothing did; what has not begun will not."""
     return "shared_late" if future.cancel() or not future.done() else future.result()
+
+
+class Readers:
+    """As a `ThreadPoolExecutor`, of daemon threads: one that hangs does not hold up the end of the
+    process."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count = count
+        self._asked: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        for number in range(count):
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True).start()
+
+    def submit(self, act: Callable[[], Result]) -> "Future[Result]":
+        """Have something done, in the order of what is asked for."""
+        future: Future[Result] = Future()
+        self._asked.put((future, act))
+        return future
+
+    def close(self) -> None:
+        """End the threads that do not hang, without waiting."""
+        for _ in range(self._count):
+            self._asked.put(None)
+
+    def _run(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            future, act = asked
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(act())
+            except Exception as error:
+                future.set_exception(error)
+
+
+class CircuitBreaker:
+    """Open after `PATIENCE` failures of one kind in a row, for `PAUSE_S` seconds.
+
+    After that, one more failure opens it again, until a call of that kind succeeds. The first
+    failure of a kind in a row is logged as a warning.
+
+    Args:
+        what: name of the service, for the log.
+        clock: gives seconds.
+    """
+
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what, self._clock = what, clock
+        self._lock = threading.Lock()
+        self._failures: Counter[str] = Counter()  # in a row, by kind
+        self._paused_until = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the service must not be called now."""
+        return self._clock() < self._paused_until
+
+    def worked(self, kind: str) -> None:
+        """Note that a call of this kind succeeded."""
+        with self._lock:
+            del self._failures[kind]
+
+    def failed(self, kind: str, why: str) -> None:
+        """Note that a call of this kind failed, and why."""
+        with self._lock:
+            self._failures[kind] += 1
+            if self._failures[kind] == 1:
+                logger.warning("%s: %s: %s", self._what, kind, why)
+            if self._failures[kind] >= PATIENCE:
+                self._paused_until = self._clock() + PAUSE_S
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """A shared tier that is still to be opened.
+
+    Attributes:
+        url: see `open_backend`.
+        secret: 32 bytes that the servers of a fleet have in common.
+        rank: of several, each of which has a part of the place of its own; None: there is one.
+        timeout_s: for which one prompt waits, however much of it is asked for.
+        capacity, quota: of a file system, see `FileBackend`.
+    """
+
+    url: str
+    secret: bytes = field(repr=False)
+    rank: int | None
+    timeout_s: float
+    capacity: int
+    quota: float
+
+    def open(self) -> "SharedTier":
+        """The tier; see `open_backend` for what it raises. A place that cannot be reached is no
+        error."""
+        return SharedTier(self._backend(), self._own_secret, timeout_s=self.timeout_s)
+
+    def remove(self, records: Iterable[ChunkRecord]) -> None:
+        """Remove chunks for all who share the place, as its operator. Raises whatever the place's
+        client raises."""
+        seal = Signer(self._own_secret)
+        with closing(self._backend()) as place:
+            for record in records:
+                place.remove(
+                    seal.name(record), seal.close_record(removal(record.key, os.urandom(8)))
+                )
+
+    @property
+    def _own_secret(self) -> bytes:
+        """Of this rank: of one text each has other data of the same shape, which is not signed for
+        the others."""
+        return self.secret if self.rank is None else derive(self.secret, f"rank {self.rank}")
+
+    def _backend(self) -> Backend:
+        folder = "" if self.rank is None else f"rank-{self.rank}"
+        return open_backend(self.url, folder, self.timeout_s, self.capacity, self.quota)

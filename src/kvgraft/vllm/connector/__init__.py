@@ -23,9 +23,9 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvgraft.vllm.compat.support import check_supported
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
-from kvgraft.vllm.connector.process_signals import leave_signals_to_server
 from kvgraft.vllm.connector.scheduler_side import SchedulerSide
 from kvgraft.vllm.connector.worker_side import WorkerSide
+from kvgraft.vllm.process_lifetime import leave_signals_to_server
 from kvgraft.vllm.stats import PromMetrics, Stats
 
 if TYPE_CHECKING:

@@ -4,9 +4,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from kvgraft.vllm.connector.hash_masking import HashMasking
 from kvgraft.vllm.connector.planner import Planner
-from kvgraft.vllm.connector.prompt_truncation import PromptTruncation
+from kvgraft.vllm.connector.prefix_lookup import HashMasking, PromptTruncation
 from kvgraft.vllm.connector.reporting import Reporting
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
 from kvgraft.vllm.options import RequestOptions

@@ -22,20 +22,19 @@ from kvgraft.vllm.compat import before_prefix_lookup, hide_answer, on_cache_rese
 from kvgraft.vllm.compat.events import ExactEvents
 from kvgraft.vllm.compat.head_maps import find_head_map
 from kvgraft.vllm.compat.support import model_identity
-from kvgraft.vllm.connector.adapters import RequestAdapters
-from kvgraft.vllm.connector.continuing import Continuing
-from kvgraft.vllm.connector.eligibility import ReuseEligibility
-from kvgraft.vllm.connector.hash_masking import HashMasking
+from kvgraft.vllm.connector.controls import PinControls, RefreshControls
+from kvgraft.vllm.connector.eligibility import RequestAdapters, ReuseEligibility
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
-from kvgraft.vllm.connector.pin_controls import PinControls
 from kvgraft.vllm.connector.planner import Planner
-from kvgraft.vllm.connector.prompt_truncation import PromptTruncation
+from kvgraft.vllm.connector.prefix_lookup import (
+    Continuing,
+    HashMasking,
+    PromptTruncation,
+    ShadowMode,
+)
 from kvgraft.vllm.connector.recoveries import Recoveries
-from kvgraft.vllm.connector.refresh_controls import RefreshControls
-from kvgraft.vllm.connector.reporting import Reporting
+from kvgraft.vllm.connector.reporting import Reporting, StopStringReports
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
-from kvgraft.vllm.connector.shadow import ShadowMode
-from kvgraft.vllm.connector.stop_string_reports import StopStringReports
 from kvgraft.vllm.connector.store_scheduler import StoreScheduler
 from kvgraft.vllm.options import KEY, SCORE, TRIAL_OF, Control, RequestOptions
 from kvgraft.vllm.recovery import RecoveryResult

@@ -21,7 +21,7 @@ STOP_TIMEOUT_S = 90.0
 LOG_TAIL = 3000  # characters shown of the log of a server that does not start
 # SIGKILL comes when the parent is gone (prctl PR_SET_PDEATHSIG, Linux); the signal stays set across
 # exec. To SIGTERM a server may finish requests, which nobody waits for then. Its engine ends by
-# itself (`vllm/parent_watch.py`).
+# itself (`vllm/process_lifetime.py`).
 _UNTIL_ITS_PARENT_ENDS = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
