@@ -24,6 +24,7 @@ from rich.table import Table
 
 from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.keys import scope_digest
+from kvgraft.segments.matches import MatchQuery
 from tables import line_of_settings
 
 BLOCKS = [10_000, 100_000, 1_000_000, 10_000_000]
@@ -66,11 +67,11 @@ def reuse_prompt(rng: np.random.Generator, sizes: list[int], num_tokens: int) ->
 
 def match_times(index: VirtualBlockIndex, prompts: list[np.ndarray]) -> tuple[np.ndarray, float]:
     """Milliseconds per prompt, and the share of all their tokens that was matched."""
-    index.match(prompts[0], SCOPE)
+    index.match(MatchQuery(prompts[0], (SCOPE,)))
     elapsed, matched = [], 0
     for prompt in prompts:
         begin = time.perf_counter()
-        matches = index.match(prompt, SCOPE)
+        matches = index.match(MatchQuery(prompt, (SCOPE,)))
         elapsed.append(1e3 * (time.perf_counter() - begin))
         matched += sum(match.length for match in matches)
     return np.array(elapsed), matched / sum(map(len, prompts))

@@ -24,6 +24,7 @@ from rich.table import Table
 from edits import KINDS, Edited, edit, texts
 from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.keys import scope_digest
+from kvgraft.segments.matches import MatchQuery
 from kvgraft.segments.segmentation import Similarity
 from kvgraft.segments.similar import SimilarIndex
 from tables import line_of_settings
@@ -96,8 +97,12 @@ class Library:
                 found + any(verdicts),
             )
             unedited += int((copy.origin >= 0).sum())
-            exact += sum(match.length for match in self.blocks.match(copy.tokens, SCOPE))
-            similar += sum(match.length for match in self.index.match(copy.tokens, SCOPE))
+            exact += sum(
+                match.length for match in self.blocks.match(MatchQuery(copy.tokens, (SCOPE,)))
+            )
+            similar += sum(
+                match.length for match in self.index.match(MatchQuery(copy.tokens, (SCOPE,)))
+            )
             chunks += sum(
                 CHUNK
                 for at in range(0, len(copy.tokens) - CHUNK + 1, CHUNK)
@@ -236,7 +241,7 @@ def field(
         found["whole chunks"].append(sum(bool((copy.origin >= 0).all()) for copy in copies))
         for name, match in (("exact", library.blocks.match), ("similar", library.index.match)):
             covered = np.zeros(len(prompt), bool)
-            for span in match(prompt, SCOPE):
+            for span in match(MatchQuery(prompt, (SCOPE,))):
                 covered[span.start : span.start + span.length] = True
             parts = np.split(covered[7:], np.cumsum([len(copy.tokens) for copy in copies])[:-1])
             found[name].append(sum(int(part.mean() >= 0.9) for part in parts))
@@ -291,7 +296,7 @@ def _time_lookups(
             work(prompt, SCOPE)
             times[row, column] = 1e3 * (time.perf_counter() - begin)
         counts[row] = len(library.index.segmenter.cut(prompt, SCOPE).starts)
-        found += sum(match.length for match in library.index.match(prompt, SCOPE))
+        found += sum(match.length for match in library.index.match(MatchQuery(prompt, (SCOPE,))))
     return times, counts, found
 
 

@@ -29,6 +29,7 @@ from kvgraft import Engine, Request, Result, SamplingParams
 from kvgraft.engine.store_tier import StoreTier
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.evaluate.statistics import bootstrap
+from kvgraft.segments.matches import MatchQuery
 from kvgraft.segments.store import SegmentStore, StoreOptions
 from tables import line_of_settings, markdown_table
 from ttft import ONE_TOKEN, SHAPE, make_model
@@ -165,7 +166,9 @@ def fetch(engine: Engine, store: SegmentStore, known: Sequence[int]) -> float:
     """Seconds in which the store gives out a text that it has."""
     scope = engine.scope_of("default")
     blocks = [
-        block for match in store.match(np.array(known), scope) for block in match.pages.tolist()
+        block
+        for match in store.match(MatchQuery(np.array(known), (scope,)))
+        for block in match.pages.tolist()
     ]
     start = time.perf_counter()
     found = store.fetch(blocks, scope)

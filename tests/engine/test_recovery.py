@@ -26,7 +26,7 @@ from kvgraft.prefill.policies import (
     Spread,
     Transitive,
 )
-from kvgraft.segments.matches import grafted_tokens
+from kvgraft.segments.matches import MatchQuery, grafted_tokens
 from models import FAMILIES, VOCAB_SIZE, make_head_map
 from properties import examples
 
@@ -261,7 +261,7 @@ def test_a_graft_reads_its_source(engine: Engine, policy: Policy):
     before = ask(engine, prompt, policy, remember=False)
     cache, index = engine.memory.cache, engine.index.segments.blocks
     scope = engine.scope_of("default")
-    slots = grafted_tokens(index.match(np.array(known, np.int64), scope)[:1], 16)[1]
+    slots = grafted_tokens(index.match(MatchQuery(np.array(known, np.int64), (scope,)))[:1], 16)[1]
     unrelated = np.setdiff1d(np.arange(cache.values.shape[1]), slots)[:64]
     deep = cache.values[2 * 2 :]  # streams of the layers from the third on
     for place, changes in ((unrelated, False), (slots, True)):

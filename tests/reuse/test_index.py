@@ -9,7 +9,7 @@ from kvgraft.reuse.pages import Pages
 from kvgraft.reuse.provenance import NEVER, BlockProvenance
 from kvgraft.reuse.restore import register_restored, wanted_exact, wanted_grafts
 from kvgraft.segments.keys import chain_hashes, scope_digest
-from kvgraft.segments.matches import MAX_DEPTH
+from kvgraft.segments.matches import MAX_DEPTH, MatchQuery
 from kvgraft.segments.segmentation import Similarity
 from kvgraft.segments.store import Chunk, ChunkIndex, ChunkRecord
 
@@ -32,7 +32,8 @@ def offered(
 def known(index: ReuseIndex, scope: bytes = SCOPE) -> list[tuple[int, int, int]]:
     free = np.ones(len(TOKENS), bool)
     return [
-        (m.start, m.length, m.depth) for m in index.match(TOKENS, scope, free=free, similar=False)
+        (m.start, m.length, m.depth)
+        for m in index.match(index.query(TOKENS, (scope,), free, similar=False))
     ]
 
 
@@ -90,7 +91,7 @@ def test_text_beyond_the_greatest_depth_takes_no_place_among_near_duplicates():
         offer = BlockProvenance(SCOPE, first_approximate=first_approximate)
         pages = np.array(index.pool.allocate(20))
         index.offer(offer, read, pages, offer.depths(20, size))
-    matches = index.match(prompt, SCOPE, free=np.ones(len(prompt), bool), similar=True)
+    matches = index.match(index.query(prompt, (SCOPE,), np.ones(len(prompt), bool), similar=True))
     assert sum(match.length for match in matches) > 300
     assert {match.depth for match in matches} == {0}
 
@@ -195,18 +196,15 @@ def test_exact_blocks_are_wanted_as_far_as_the_host_can_use_them():
 
 
 def test_grafts_are_wanted_longest_run_first_and_only_where_nothing_is_known():
-    register, index = register_with(6), ReuseIndex(PagePool(8, SIZE))
+    register = register_with(6)
     prompt = np.concatenate((TOKENS[SIZE : 2 * SIZE], [5], TOKENS[2 * SIZE : 6 * SIZE]))
     free = np.ones(len(prompt), bool)
-    places = [
-        number % 8 for number in wanted_grafts(register, index, prompt, SCOPE, free, similar=False)
-    ]
-    assert places == [2, 3, 4, 5, 1]
+    wanted = wanted_grafts(register, MatchQuery(prompt, (SCOPE,), free))
+    assert [number % 8 for number in wanted] == [2, 3, 4, 5, 1]
+    assert wanted_grafts(register, MatchQuery(prompt, (OTHER,), free)) == []
     free[SIZE:] = False
-    assert [
-        number % 8 for number in wanted_grafts(register, index, prompt, SCOPE, free, similar=False)
-    ] == [1]
-    assert wanted_grafts(register, index, prompt, OTHER, free | True, similar=False) == []
+    wanted = wanted_grafts(register, MatchQuery(prompt, (SCOPE,), free))
+    assert [number % 8 for number in wanted] == [1]
 
 
 def test_what_came_back_is_found_again_unless_it_is_known_often_enough():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvgraft.segments import index as index_module
 from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.keys import scope_digest
-from kvgraft.segments.matches import MAX_DEPTH, Match, grafted_tokens
+from kvgraft.segments.matches import MAX_DEPTH, Match, MatchQuery, grafted_tokens
 from kvgraft.segments.table import HashTable
 from properties import examples
 
@@ -83,7 +83,7 @@ def spans(matches: list[Match]) -> list[tuple[int, int, int]]:
 def blocks_only(pool: Pool, prompt: np.ndarray, **options) -> list[Match]:
     """What matches before runs grow beyond their blocks."""
     with patch.object(VirtualBlockIndex, "_extend"):
-        return pool.index.match(prompt, SCOPE, **options)
+        return pool.index.match(MatchQuery(prompt, (SCOPE,), **options))
 
 
 def rng_tokens(count, seed=0):
@@ -112,11 +112,11 @@ def test_any_offset_matching_finds_every_aligned_block(data, block_size):
         ]
         pieces.append(tokens[first:last])
     prompt = np.concatenate(pieces)
-    for matches in (blocks_only(pool, prompt), pool.index.match(prompt, SCOPE)):
+    for matches in (blocks_only(pool, prompt), pool.index.match(MatchQuery(prompt, (SCOPE,)))):
         covered = pool.check(prompt, matches)
         for start in aligned:
             assert covered[start : start + block_size].all()
-    assert pool.index.match(prompt, OTHER_SCOPE) == []
+    assert pool.index.match(MatchQuery(prompt, (OTHER_SCOPE,))) == []
 
 
 def greedy_reference(pool, held, prompt, free):
@@ -172,7 +172,7 @@ def test_claims_equal_the_plain_greedy_rule_on_repetitive_text(data, block_size,
         matches = blocks_only(pool, prompt, free=mask)
         pool.check(prompt, matches)
         assert spans(matches) == greedy_reference(pool, held, prompt, mask)
-        grown = pool.index.match(prompt, SCOPE, free=mask)
+        grown = pool.index.match(MatchQuery(prompt, (SCOPE,), free=mask))
         covered = pool.check(prompt, grown)
         assert not covered[~mask].any()
         assert len(grown) == len(matches)
@@ -184,7 +184,7 @@ def test_longest_run_wins_and_the_loser_keeps_its_other_blocks():
     pool = Pool()
     pool.add(range(100, 116), source=1)  # [100, 116) is 4 blocks
     pool.add(range(108, 132), source=2)  # [108, 132) is 6 blocks and shares 2 of them
-    matches = pool.index.match(np.arange(100, 132), SCOPE)
+    matches = pool.index.match(MatchQuery(np.arange(100, 132), (SCOPE,)))
     assert spans(matches) == [(0, 8, 0), (8, 24, 0)]
     assert pool.owner[matches[0].pages].tolist() == [1, 1]
 
@@ -193,7 +193,7 @@ def test_equal_runs_prefer_the_lower_entry_id():
     pool = Pool()
     for source in (1, 2, 3):
         pool.add(range(8), source)
-    (match,) = pool.index.match(np.arange(8), SCOPE)
+    (match,) = pool.index.match(MatchQuery(np.arange(8), (SCOPE,)))
     assert set(pool.owner[match.pages]) == {1}
 
 
@@ -201,10 +201,10 @@ def test_a_source_held_twice_is_read_from_its_first_pages():
     pool = Pool()
     pages, _ = pool.add(range(12), source=1)
     pool.add(range(12), source=1)
-    (match,) = pool.index.match(np.arange(12), SCOPE)
+    (match,) = pool.index.match(MatchQuery(np.arange(12), (SCOPE,)))
     assert match.pages.tolist() == pages.tolist()
     pool.recycle(pages[1:])
-    (match,) = pool.index.match(np.arange(12), SCOPE)
+    (match,) = pool.index.match(MatchQuery(np.arange(12), (SCOPE,)))
     assert match.length == 12
     pool.check(np.arange(12), [match])
 
@@ -215,7 +215,7 @@ def test_extension_reaches_the_edges_of_the_piece(first, last):
     tokens = rng_tokens(24)
     pages, _ = pool.add(tokens, source=1)
     prompt = np.concatenate(([7, 8, 9], tokens[first:last], [7, 8]))
-    (match,) = pool.index.match(prompt, SCOPE)
+    (match,) = pool.index.match(MatchQuery(prompt, (SCOPE,)))
     assert spans([match]) == [(3, last - first, first)]
     assert match.pages.tolist() == pages[first // 4 : -(-last // 4)].tolist()
     pool.check(prompt, [match])
@@ -229,7 +229,7 @@ def test_extension_needs_the_link_between_calls():
         pool = Pool()
         _, ids = pool.add(tokens[:8], source=1)
         pool.add(tokens[8:], source=1, source_start=8, after=int(ids[-1]) if linked else -1)
-        (match,) = pool.index.match(tokens[4:11], SCOPE)
+        (match,) = pool.index.match(MatchQuery(tokens[4:11], (SCOPE,)))
         assert match.length == (7 if linked else 4)
 
 
@@ -237,16 +237,16 @@ def test_runs_and_extension_stay_in_one_source():
     pool = Pool()
     _, ids = pool.add(range(8), source=1)
     pool.add(range(8, 16), source=2, source_start=8, after=int(ids[-1]))
-    assert spans(pool.index.match(np.arange(11), SCOPE)) == [(0, 8, 0)]
-    assert spans(pool.index.match(np.arange(16), SCOPE)) == [(0, 8, 0), (8, 8, 8)]
+    assert spans(pool.index.match(MatchQuery(np.arange(11), (SCOPE,)))) == [(0, 8, 0)]
+    assert spans(pool.index.match(MatchQuery(np.arange(16), (SCOPE,)))) == [(0, 8, 0), (8, 8, 8)]
 
 
 def test_a_gap_in_the_source_is_not_linked():
     pool = Pool()
     _, ids = pool.add(range(8), source=1)
     pool.add(range(8, 12), source=1, source_start=12, after=int(ids[-1]))
-    assert spans(pool.index.match(np.arange(11), SCOPE)) == [(0, 8, 0)]
-    assert spans(pool.index.match(np.arange(12), SCOPE)) == [(0, 8, 0), (8, 4, 12)]
+    assert spans(pool.index.match(MatchQuery(np.arange(11), (SCOPE,)))) == [(0, 8, 0)]
+    assert spans(pool.index.match(MatchQuery(np.arange(12), (SCOPE,)))) == [(0, 8, 0), (8, 4, 12)]
 
 
 def test_links_hold_across_insertion_batches(monkeypatch):
@@ -256,7 +256,7 @@ def test_links_hold_across_insertion_batches(monkeypatch):
     _, ids = pool.add(tokens, source=1)
     assert len(set(ids.tolist())) == 10
     for first in range(1, 31):
-        (match,) = pool.index.match(tokens[first : first + 9], SCOPE)
+        (match,) = pool.index.match(MatchQuery(tokens[first : first + 9], (SCOPE,)))
         assert spans([match]) == [(0, 9, first)]
 
 
@@ -264,11 +264,11 @@ def test_scopes_are_isolated_and_the_same_scope_hits():
     pool = Pool()
     tokens = rng_tokens(32)
     pool.add(tokens, source=1)
-    assert pool.index.match(tokens, OTHER_SCOPE) == []
-    assert [match.length for match in pool.index.match(tokens, SCOPE)] == [32]
+    assert pool.index.match(MatchQuery(tokens, (OTHER_SCOPE,))) == []
+    assert [match.length for match in pool.index.match(MatchQuery(tokens, (SCOPE,)))] == [32]
     pool.add(tokens, source=2, scope=OTHER_SCOPE)
     for scope, owner in ((SCOPE, 1), (OTHER_SCOPE, 2)):
-        (match,) = pool.index.match(tokens, scope)
+        (match,) = pool.index.match(MatchQuery(tokens, (scope,)))
         assert set(pool.owner[match.pages]) == {owner}
 
 
@@ -280,7 +280,7 @@ def test_one_page_may_be_named_in_two_scopes():
         tokens, pages, pool.versions[pages], source=1, source_start=0, scope=OTHER_SCOPE
     )
     assert not set(ids) & set(other)
-    assert pool.index.match(tokens, OTHER_SCOPE)[0].pages.tolist() == pages.tolist()
+    assert pool.index.match(MatchQuery(tokens, (OTHER_SCOPE,)))[0].pages.tolist() == pages.tolist()
 
 
 def test_extension_never_enters_another_scope_through_a_reused_id():
@@ -291,7 +291,7 @@ def test_extension_never_enters_another_scope_through_a_reused_id():
     assert pool.index.discard_stale() == 1
     _, reused = pool.add(tokens[4:], source=1, source_start=4, scope=OTHER_SCOPE)
     assert reused.tolist() == ids[1:].tolist()  # the link of the first entry names it again
-    assert [match.length for match in pool.index.match(tokens[:7], SCOPE)] == [4]
+    assert [match.length for match in pool.index.match(MatchQuery(tokens[:7], (SCOPE,)))] == [4]
 
 
 def test_recycled_pages_never_match_and_are_purged():
@@ -300,7 +300,7 @@ def test_recycled_pages_never_match_and_are_purged():
     pages, _ = pool.add(tokens, source=1)
     pool.recycle(pages[4:6])
     assert len(pool.index) == 12
-    assert spans(pool.index.match(tokens, SCOPE)) == [(0, 16, 0), (24, 24, 24)]
+    assert spans(pool.index.match(MatchQuery(tokens, (SCOPE,)))) == [(0, 16, 0), (24, 24, 24)]
     assert len(pool.index) == 10
     pool.recycle(pages[:2])
     assert pool.index.discard_stale() == 2
@@ -312,9 +312,9 @@ def test_extension_skips_a_recycled_neighbour():
     pool = Pool()
     tokens = rng_tokens(8)
     pages, _ = pool.add(tokens, source=1)
-    assert pool.index.match(tokens[:7], SCOPE)[0].length == 7
+    assert pool.index.match(MatchQuery(tokens[:7], (SCOPE,)))[0].length == 7
     pool.recycle(pages[1:])
-    assert pool.index.match(tokens[:7], SCOPE)[0].length == 4
+    assert pool.index.match(MatchQuery(tokens[:7], (SCOPE,)))[0].length == 4
 
 
 def test_extension_never_enters_a_dropped_entry():
@@ -324,7 +324,7 @@ def test_extension_never_enters_a_dropped_entry():
     pool.versions[pages[1]] = 1
     assert pool.index.discard_stale() == 1
     pool.versions[pages[1]] = 0
-    assert pool.index.match(tokens[:7], SCOPE)[0].length == 4
+    assert pool.index.match(MatchQuery(tokens[:7], (SCOPE,)))[0].length == 4
 
 
 def test_turnover_of_pages_does_not_grow_the_index():
@@ -336,7 +336,7 @@ def test_turnover_of_pages_does_not_grow_the_index():
         pool.index.insert(
             tokens, pages, pool.versions[pages], source=turn, source_start=0, scope=SCOPE
         )
-        assert pool.index.match(tokens, SCOPE)[0].length == 64
+        assert pool.index.match(MatchQuery(tokens, (SCOPE,)))[0].length == 64
     assert 64 <= len(pool.index) <= 2 * 64
     pool.index.discard_stale()
     assert len(pool.index) == 64
@@ -348,17 +348,17 @@ def test_approximate_blocks_are_sources_only_on_request():
     _, ids = pool.add(tokens[:8], source=1)
     _, ids = pool.add(tokens[8:16], 1, source_start=8, after=int(ids[-1]), depth=1)
     pool.add(tokens[16:], 1, source_start=16, after=int(ids[-1]))
-    exact = pool.index.match(tokens, SCOPE)
+    exact = pool.index.match(MatchQuery(tokens, (SCOPE,)))
     # neither a run nor an extension enters the approximate blocks
     assert spans(exact) == [(0, 8, 0), (16, 8, 16)]
     assert {match.depth for match in exact} == {0}
-    matches = pool.index.match(tokens, SCOPE, max_depth=1)
+    matches = pool.index.match(MatchQuery(tokens, (SCOPE,), max_depth=1))
     assert [(match.start, match.length, match.depth) for match in matches] == [
         (0, 8, 0),
         (8, 8, 1),
         (16, 8, 0),
     ]
-    (edge,) = pool.index.match(tokens[4:10], SCOPE, max_depth=1)
+    (edge,) = pool.index.match(MatchQuery(tokens[4:10], (SCOPE,), max_depth=1))
     assert (edge.length, edge.depth) == (4, 0), "not for a part of a block"
 
 
@@ -367,13 +367,17 @@ def test_clean_context_takes_only_what_its_source_began_with():
     document, hostile = rng_tokens(24, seed=1), rng_tokens(8, seed=2)
     pool.add(np.concatenate([hostile, document]), source=1)
     prompt = np.concatenate([rng_tokens(5, seed=3), document])
-    assert spans(pool.index.match(prompt, SCOPE)) == [(5, 24, 8)]
-    assert pool.index.match(prompt, SCOPE, require_clean_context=True) == []
+    assert spans(pool.index.match(MatchQuery(prompt, (SCOPE,)))) == [(5, 24, 8)]
+    assert pool.index.match(MatchQuery(prompt, (SCOPE,), require_clean_context=True)) == []
     pool.add(document[:16], source=2)
-    assert spans(pool.index.match(prompt, SCOPE, require_clean_context=True)) == [(5, 16, 0)]
+    assert spans(pool.index.match(MatchQuery(prompt, (SCOPE,), require_clean_context=True))) == [
+        (5, 16, 0)
+    ]
     # here the context stands in the prompt as well
     both = np.concatenate([rng_tokens(3, seed=4), hostile, document])
-    assert spans(pool.index.match(both, SCOPE, require_clean_context=True)) == [(3, 32, 0)]
+    assert spans(pool.index.match(MatchQuery(both, (SCOPE,), require_clean_context=True))) == [
+        (3, 32, 0)
+    ]
 
 
 def test_clean_context_takes_no_piece_whose_beginning_was_lost():
@@ -382,18 +386,20 @@ def test_clean_context_takes_no_piece_whose_beginning_was_lost():
     pool.add(np.concatenate([first, second[:4]]), source=1)
     pool.add(np.concatenate([first[12:], second]), source=2)
     prompt = np.concatenate([first, second])
-    assert spans(pool.index.match(prompt, SCOPE)) == [(0, 20, 0), (20, 4, 8)]
-    assert spans(pool.index.match(prompt, SCOPE, require_clean_context=True)) == [(0, 20, 0)]
+    assert spans(pool.index.match(MatchQuery(prompt, (SCOPE,)))) == [(0, 20, 0), (20, 4, 8)]
+    assert spans(pool.index.match(MatchQuery(prompt, (SCOPE,), require_clean_context=True))) == [
+        (0, 20, 0)
+    ]
 
 
 def test_approximate_blocks_never_keep_an_exact_one_out():
     pool = Pool(max_sources=2)
     for source in range(3):
         pool.add(range(4), source, depth=1)
-    assert pool.index.match(np.arange(4), SCOPE) == []
+    assert pool.index.match(MatchQuery(np.arange(4), (SCOPE,))) == []
     _, ids = pool.add(range(4), source=9)
     assert ids[0] >= 0
-    assert pool.owner[pool.index.match(np.arange(4), SCOPE)[0].pages].tolist() == [9]
+    assert pool.owner[pool.index.match(MatchQuery(np.arange(4), (SCOPE,)))[0].pages].tolist() == [9]
     assert pool.add(range(4), source=10, depth=1)[1].tolist() == [-1]
 
 
@@ -406,8 +412,8 @@ def test_a_page_known_again_keeps_its_id_and_the_greater_depth():
         same = pool.index.insert(tokens, pages, pool.versions[pages], depth=depth, **again)
         assert same.tolist() == ids.tolist()
     assert len(pool.index) == 2
-    assert pool.index.match(tokens, SCOPE) == []
-    assert pool.index.match(tokens, SCOPE, max_depth=1)[0].length == 8
+    assert pool.index.match(MatchQuery(tokens, (SCOPE,))) == []
+    assert pool.index.match(MatchQuery(tokens, (SCOPE,), max_depth=1))[0].length == 8
 
 
 def test_a_page_under_a_new_version_is_another_entry():
@@ -438,7 +444,7 @@ def test_rolling_hash_collisions_change_nothing(monkeypatch):
         pool.add(rng_tokens(80), source=1)
         pool.add(rng_tokens(40, seed=1), source=3)
         prompt = np.concatenate((rng_tokens(40, seed=1)[3:], [1, 2, 3], rng_tokens(80)[5:70]))
-        matches = pool.index.match(prompt, SCOPE)
+        matches = pool.index.match(MatchQuery(prompt, (SCOPE,)))
         pool.check(prompt, matches)
         return spans(matches), [set(pool.owner[match.pages]) for match in matches]
 
@@ -461,7 +467,7 @@ def test_degenerate_repetition_is_matched_in_full(period):
     tokens = np.resize(np.arange(period, dtype=np.int32), 4096)
     _, ids = pool.add(tokens, source=1)
     assert (ids >= 0).sum() == 4 * period // np.gcd(period, 16)
-    covered = pool.check(tokens, pool.index.match(tokens, SCOPE))
+    covered = pool.check(tokens, pool.index.match(MatchQuery(tokens, (SCOPE,))))
     assert covered.all()
 
 
@@ -472,18 +478,18 @@ def test_free_mask_limits_blocks_and_extension():
     free = np.ones(24, bool)
     free[[1, 10, 21]] = False
     before = free.copy()
-    matches = pool.index.match(tokens, SCOPE, free=free)
+    matches = pool.index.match(MatchQuery(tokens, (SCOPE,), free=free))
     assert spans(matches) == [(2, 8, 2), (11, 10, 11)]
     np.testing.assert_array_equal(free, before)
-    assert pool.index.match(tokens, SCOPE, free=np.zeros(24, bool)) == []
+    assert pool.index.match(MatchQuery(tokens, (SCOPE,), free=np.zeros(24, bool))) == []
 
 
 @pytest.mark.parametrize("length", [0, 3])
 def test_prompts_without_a_window_and_an_empty_index(length):
     pool = Pool()
-    assert pool.index.match(np.arange(40), SCOPE) == []
+    assert pool.index.match(MatchQuery(np.arange(40), (SCOPE,))) == []
     pool.add(range(8), source=1)
-    assert pool.index.match(np.arange(length), SCOPE) == []
+    assert pool.index.match(MatchQuery(np.arange(length), (SCOPE,))) == []
     assert pool.add([], source=2)[1].tolist() == []
 
 
@@ -529,11 +535,11 @@ def test_invalid_insertions_are_refused_and_leave_no_entry(changes, message):
 def test_invalid_queries_and_settings_are_refused():
     pool = Pool()
     with pytest.raises(ValueError, match="free is"):
-        pool.index.match(np.arange(8), SCOPE, free=np.ones(7, bool))
+        pool.index.match(MatchQuery(np.arange(8), (SCOPE,), free=np.ones(7, bool)))
     with pytest.raises(ValueError, match="free is"):
-        pool.index.match(np.arange(8), SCOPE, free=np.ones(8))
+        pool.index.match(MatchQuery(np.arange(8), (SCOPE,), free=np.ones(8)))
     with pytest.raises(ValueError, match="scope has"):
-        pool.index.match(np.arange(8), b"tenant")
+        pool.index.match(MatchQuery(np.arange(8), (b"tenant",)))
     with pytest.raises(ValueError, match="block_size is 0"):
         VirtualBlockIndex(0, pool.is_live)
     with pytest.raises(ValueError, match="max_sources is 0"):
@@ -581,13 +587,13 @@ def test_blocks_of_a_lesser_depth_come_first_however_short_their_runs_are():
     pool.add(tokens, source=1, depth=2)
     pool.add(tokens[4:12], source=2)
     pool.add(tokens[8:20], source=3, depth=1)
-    assert spans(pool.index.match(tokens, SCOPE)) == [(4, 8, 0)]
-    matches = pool.index.match(tokens, SCOPE, max_depth=1)
+    assert spans(pool.index.match(MatchQuery(tokens, (SCOPE,)))) == [(4, 8, 0)]
+    matches = pool.index.match(MatchQuery(tokens, (SCOPE,), max_depth=1))
     assert [(match.start, match.length, match.depth) for match in matches] == [
         (4, 8, 0),
         (12, 8, 1),
     ]
-    matches = pool.index.match(tokens, SCOPE, max_depth=2)
+    matches = pool.index.match(MatchQuery(tokens, (SCOPE,), max_depth=2))
     assert [(m.start, m.length, m.depth) for m in matches] == [
         (0, 4, 2),
         (4, 8, 0),
@@ -600,7 +606,7 @@ def test_prompts_cost_as_much_however_many_depths_there_are():
     pool, text = Pool(), rng_tokens(4 * 300)
     pool.add(text, source=1, depth=np.arange(300))
     with patch.object(pool.index, "_claim", wraps=pool.index._claim) as claims:
-        matches = pool.index.match(text, SCOPE, max_depth=MAX_DEPTH)
+        matches = pool.index.match(MatchQuery(text, (SCOPE,), max_depth=MAX_DEPTH))
     assert claims.call_count == 8
     assert [(match.start, match.depth) for match in matches] == [
         *((4 * depth, depth) for depth in range(7)),
@@ -616,7 +622,7 @@ def test_blocks_of_one_insertion_have_depths_of_their_own():
         "a lesser depth is not kept out by a greater one"
     )
     pool.add(text, source=2, depth=MAX_DEPTH)
-    assert pool.index.match(text, SCOPE)[0].depth == 0
+    assert pool.index.match(MatchQuery(text, (SCOPE,)))[0].depth == 0
     with pytest.raises(ValueError, match="depth is"):
         pool.add(text, source=3, depth=np.array([MAX_DEPTH + 1]))
 
@@ -626,16 +632,18 @@ def test_text_that_is_known_too_deep_only_is_counted_and_not_lost():
     deep, _ = pool.add(text[:16], source=1, depth=3)
     pool.add(text[8:12], source=2)
     for max_depth, hidden in ((0, 12), (2, 12), (3, 0), (MAX_DEPTH, 0), (10 * MAX_DEPTH, 0)):
-        covered = pool.check(text, pool.index.match(text, SCOPE, max_depth=max_depth))
+        covered = pool.check(
+            text, pool.index.match(MatchQuery(text, (SCOPE,), max_depth=max_depth))
+        )
         assert pool.index.num_too_deep == hidden == 16 - covered.sum()
-    pool.index.match(text[16:], SCOPE)
+    pool.index.match(MatchQuery(text[16:], (SCOPE,)))
     assert pool.index.num_too_deep == 0, "it is of the last prompt"
-    pool.index.match(text, OTHER_SCOPE)
+    pool.index.match(MatchQuery(text, (OTHER_SCOPE,)))
     assert pool.index.num_too_deep == 0
-    pool.index.match(text, SCOPE, free=np.arange(24) >= 12)
+    pool.index.match(MatchQuery(text, (SCOPE,), free=np.arange(24) >= 12))
     assert pool.index.num_too_deep == 4
     pool.recycle(deep)
-    pool.index.match(text, SCOPE)
+    pool.index.match(MatchQuery(text, (SCOPE,)))
     assert (pool.index.num_too_deep, pool.index.num_lost) == (0, 0), "nobody would have had it"
 
 
@@ -646,12 +654,12 @@ def test_text_that_has_been_reclaimed_is_lost_once_however_many_blocks_held_it()
     third, _ = pool.add(text[2:14], 2)
     pool.recycle(first)
     pool.recycle(second)
-    assert pool.index.match(text, SCOPE)[0].start == 2
+    assert pool.index.match(MatchQuery(text, (SCOPE,)))[0].start == 2
     assert pool.index.num_lost == (24 - 12) // 4, "what the third one still holds is not lost"
     pool.recycle(third)
-    assert pool.index.match(text, SCOPE) == []
+    assert pool.index.match(MatchQuery(text, (SCOPE,))) == []
     assert pool.index.num_lost == 3 + 12 // 4
-    assert pool.index.match(text, SCOPE) == []
+    assert pool.index.match(MatchQuery(text, (SCOPE,))) == []
     assert pool.index.num_lost == 6, "what nobody knows any more cannot be lost again"
 
 
@@ -662,14 +670,17 @@ def test_what_has_lost_a_part_of_its_kv_is_no_source_and_keeps_nobody_out():
     def is_whole(pages: np.ndarray) -> np.ndarray:
         return ~np.isin(pages, first[1:3])
 
-    assert pool.index.match(text, SCOPE)[0].length == 16
-    assert spans(pool.index.match(text[:14], SCOPE, is_whole=is_whole)) == [(0, 4, 0)], (
-        "nor is a part of its block"
-    )
-    assert spans(pool.index.match(text, SCOPE, is_whole=is_whole)) == [(0, 4, 0), (12, 4, 12)]
+    assert pool.index.match(MatchQuery(text, (SCOPE,)))[0].length == 16
+    assert spans(pool.index.match(MatchQuery(text[:14], (SCOPE,), is_whole=is_whole))) == [
+        (0, 4, 0)
+    ], "nor is a part of its block"
+    assert spans(pool.index.match(MatchQuery(text, (SCOPE,), is_whole=is_whole))) == [
+        (0, 4, 0),
+        (12, 4, 12),
+    ]
     _, ids = pool.add(text, 1, is_whole=is_whole)
     assert (ids >= 0).tolist() == [False, True, True, False]
-    assert spans(pool.index.match(text, SCOPE, is_whole=is_whole)) == [
+    assert spans(pool.index.match(MatchQuery(text, (SCOPE,), is_whole=is_whole))) == [
         (0, 4, 0),
         (4, 8, 4),
         (12, 4, 12),

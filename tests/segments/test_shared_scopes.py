@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvgraft.segments.keys import scope_digest
-from kvgraft.segments.matches import Match, grafted_tokens
+from kvgraft.segments.matches import Match, MatchQuery, grafted_tokens
 from kvgraft.segments.segment_index import SegmentIndex
 from kvgraft.segments.segmentation import Similarity
 
@@ -43,7 +43,7 @@ class Library:
         """What a prompt of the first scope finds that may read the others: each match is what it
         says it is."""
         free = np.ones(len(prompt), bool)
-        matches = self.index.match(prompt, scopes[0], shared=scopes[1:], free=free, similar=similar)
+        matches = self.index.match(MatchQuery(prompt, scopes, free=free, similar=similar))
         for match in matches:
             span = slice(match.start, match.start + match.length)
             assert free[span].all()

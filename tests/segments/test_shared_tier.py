@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from chunks import NBYTES, OTHER_SCOPE, SCOPE, SIZE, holds, make_chunk, make_payload, put, same
+from kvgraft.segments.matches import MatchQuery
 from kvgraft.segments.store import SegmentStore, StoreDirectory, StoreOptions
 from kvgraft.segments.store.chunk import DTYPES, ChunkRecord
 from kvgraft.segments.store.file_backend import FileBackend
@@ -130,14 +131,14 @@ def test_a_scope_never_finds_what_another_one_has_put(url):
             one.flush()
             wait_for(lambda mine=mine: knows(other, mine))
             if mine.scope == SCOPE:
-                assert other.match(theirs.tokens, theirs.scope) == []
+                assert other.match(MatchQuery(theirs.tokens, (theirs.scope,))) == []
                 assert not holds(other, theirs)
             blocks = other.prefix(mine.chains, mine.scope)
             assert other.fetch(blocks, theirs.scope) == [None] * 4
             assert holds(other, mine)
-            assert [match.length for match in other.match(mine.tokens, mine.scope)] == [
-                len(mine.tokens)
-            ]
+            assert [
+                match.length for match in other.match(MatchQuery(mine.tokens, (mine.scope,)))
+            ] == [len(mine.tokens)]
 
 
 def test_the_secret_of_another_fleet_neither_verifies_nor_finds(url):

@@ -10,7 +10,7 @@ from datasketch.lsh import _optimal_param
 
 from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.keys import scope_digest, window_hashes
-from kvgraft.segments.matches import Match, grafted_tokens
+from kvgraft.segments.matches import Match, MatchQuery, grafted_tokens
 from kvgraft.segments.minhash import Permutations, bands, compact, similarity, winnow
 from kvgraft.segments.segmentation import Segmenter, Similarity, parse_match
 from kvgraft.segments.similar import SimilarIndex
@@ -168,8 +168,8 @@ def test_grafts_are_identical_tokens_and_more_than_exact_matching_finds(
     prompt = np.concatenate(
         [edit(source, rate, 7 + number) for number, source in enumerate(sources)]
     )
-    exact = library.check(prompt, library.blocks.match(prompt, SCOPE))
-    found = library.check(prompt, library.index.match(prompt, SCOPE))
+    exact = library.check(prompt, library.blocks.match(MatchQuery(prompt, (SCOPE,))))
+    found = library.check(prompt, library.index.match(MatchQuery(prompt, (SCOPE,))))
     assert found >= exact if rate else found == exact == len(prompt)
     if rate >= 0.05:
         assert found >= exact + 0.15 * len(prompt)
@@ -181,7 +181,9 @@ def test_moved_text_is_found() -> None:
     library.read(source)
     pieces = np.split(source, [160, 330, 500])
     prompt = np.concatenate([edit(pieces[number], 0.03, number) for number in (2, 0, 3, 1)])
-    assert library.check(prompt, library.index.match(prompt, SCOPE)) > 0.8 * len(prompt)
+    assert library.check(prompt, library.index.match(MatchQuery(prompt, (SCOPE,)))) > 0.8 * len(
+        prompt
+    )
 
 
 def test_namespaces() -> None:
@@ -189,9 +191,9 @@ def test_namespaces() -> None:
     source = text(0, 640)
     library.read(source)
     prompt = edit(source, 0.05, 1)
-    assert library.index.match(prompt, OTHER) == []
+    assert library.index.match(MatchQuery(prompt, (OTHER,))) == []
     assert library.index.propose(prompt, OTHER) == []
-    assert library.check(prompt, library.index.match(prompt, SCOPE)) > 400
+    assert library.check(prompt, library.index.match(MatchQuery(prompt, (SCOPE,)))) > 400
     assert library.index.propose(prompt, SCOPE)
 
 
@@ -201,7 +203,7 @@ def test_occupied_positions_are_left_alone() -> None:
     library.read(source)
     prompt, free = edit(source, 0.05, 1), np.zeros(0, bool)
     free = np.arange(len(prompt)) % 100 < 60
-    matches = library.index.match(prompt, SCOPE, free=free)
+    matches = library.index.match(MatchQuery(prompt, (SCOPE,), free=free))
     assert library.check(prompt, matches)
     assert all(free[m.start : m.start + m.length].all() for m in matches)
 
@@ -212,11 +214,11 @@ def test_recycled_pages_are_never_a_source() -> None:
     library.read(source)
     prompt = edit(source, 0.05, 1)
     library.dead = set(range(10, 20))
-    matches = library.index.match(prompt, SCOPE)
+    matches = library.index.match(MatchQuery(prompt, (SCOPE,)))
     assert library.check(prompt, matches)
     assert not library.dead & {page for match in matches for page in match.pages.tolist()}
     library.dead = set(range(40))
-    assert library.index.match(prompt, SCOPE) == []
+    assert library.index.match(MatchQuery(prompt, (SCOPE,))) == []
     # what is stale is dropped when it is met
     assert len(library.index) < library.read(text(1, 640)) + 40
 
@@ -226,8 +228,8 @@ def test_approximate_sources_are_used_only_on_request() -> None:
     source = text(0, 640)
     library.read(source, depth=1)
     prompt = edit(source, 0.05, 1)
-    assert library.index.match(prompt, SCOPE) == []
-    matches = library.index.match(prompt, SCOPE, max_depth=1)
+    assert library.index.match(MatchQuery(prompt, (SCOPE,))) == []
+    matches = library.index.match(MatchQuery(prompt, (SCOPE,), max_depth=1))
     assert {match.depth for match in matches} == {1}
 
 
@@ -236,7 +238,7 @@ def test_clean_context_takes_beginnings_only() -> None:
     source = text(0, 640)
     library.read(source)
     prompt = np.concatenate((text(9, 50), edit(source, 0.05, 1)))
-    matches = library.index.match(prompt, SCOPE, require_clean_context=True)
+    matches = library.index.match(MatchQuery(prompt, (SCOPE,), require_clean_context=True))
     assert [match.source_start for match in matches] == [0]
 
 
@@ -288,7 +290,7 @@ def test_text_read_again_adds_nothing_and_buckets_are_bounded() -> None:
     assert first > 20
     assert [library.read(text(0, 640)) for _ in range(30)][-1] == 0
     assert library.read(np.full(3200, 5, np.int32)) <= 16
-    assert library.index.match(np.full(500, 5, np.int32), SCOPE)
+    assert library.index.match(MatchQuery(np.full(500, 5, np.int32), (SCOPE,)))
 
 
 def test_prompts_too_short_for_a_segment() -> None:
@@ -296,7 +298,10 @@ def test_prompts_too_short_for_a_segment() -> None:
     assert library.read(text(0, 32)) == 0
     for length in (0, 1, 7, 8, 40):
         prompt = text(0, 640)[:length]
-        assert library.check(prompt, library.index.match(prompt, SCOPE)) == length // 32 * 32
+        assert (
+            library.check(prompt, library.index.match(MatchQuery(prompt, (SCOPE,))))
+            == length // 32 * 32
+        )
 
 
 def test_options() -> None:
@@ -326,7 +331,7 @@ def test_all_of_eight_chunks_are_found_after_half_a_percent_of_edits(seed: int) 
     edited = [edit(chunk, 0.005, seed + number) for number, chunk in enumerate(chunks)]
     prompt = np.concatenate([text(9, 7), *edited[::-1]])
     covered = np.zeros(len(prompt), bool)
-    for match in library.index.match(prompt, SCOPE):
+    for match in library.index.match(MatchQuery(prompt, (SCOPE,))):
         covered[match.start : match.start + match.length] = True
     parts = np.split(covered[7:], np.cumsum([len(part) for part in edited[::-1]])[:-1])
     assert min(float(part.mean()) for part in parts) > 0.9

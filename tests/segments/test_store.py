@@ -23,7 +23,7 @@ from chunks import (
     put,
 )
 from kvgraft.segments.keys import chain_hashes, scope_digest
-from kvgraft.segments.matches import grafted_tokens
+from kvgraft.segments.matches import MatchQuery, grafted_tokens
 from kvgraft.segments.store import Chunk, ChunkIndex, SegmentStore, chunk_index, files
 from kvgraft.segments.store.tiers import MemoryTier
 
@@ -132,7 +132,7 @@ def test_a_prompt_is_matched_at_any_offset_across_chunks(tmp_path, order, restar
         prompt = np.concatenate(
             (make_tokens(2, seed=9)[:7], tokens[first:last], make_tokens(1, seed=8))
         )
-        matches = store.match(prompt, SCOPE)
+        matches = store.match(MatchQuery(prompt, (SCOPE,)))
         if last - first >= 2 * SIZE:
             assert [(match.start, match.length, match.source_start) for match in matches] == [
                 (7, last - first, first)
@@ -145,10 +145,10 @@ def test_match_passes_on_what_it_is_asked():
     tokens, store = make_tokens(8), open_store()
     put(store, *make_chunks(tokens, source=1))
     free = np.arange(32) >= 8
-    assert [match.start for match in store.match(tokens, SCOPE, free=free)] == [8]
+    assert [match.start for match in store.match(MatchQuery(tokens, (SCOPE,), free=free))] == [8]
     middle = tokens[16:]
-    assert len(store.match(middle, SCOPE)) == 1
-    assert store.match(middle, SCOPE, require_clean_context=True) == []
+    assert len(store.match(MatchQuery(middle, (SCOPE,)))) == 1
+    assert store.match(MatchQuery(middle, (SCOPE,), require_clean_context=True)) == []
 
 
 @each_tier
@@ -178,7 +178,7 @@ def test_the_least_recently_fetched_goes_first(tmp_path, tier):
         store.flush()
         assert [chunk.key in store for chunk in chunks] == [True, False, True, True]
         assert store.counts["evicted"] == 1
-        assert store.match(chunks[1].tokens, SCOPE) == []
+        assert store.match(MatchQuery(chunks[1].tokens, (SCOPE,))) == []
 
 
 def test_use_is_remembered_by_the_directory(tmp_path):
@@ -252,12 +252,12 @@ def test_namespaces_never_meet(tmp_path, tier):
         store = open_store(tmp_path)
     chains = chain_hashes(tokens, SIZE, SCOPE)
     blocks = store.prefix(chains, SCOPE)
-    assert [match.length for match in store.match(tokens, SCOPE)] == [32]
+    assert [match.length for match in store.match(MatchQuery(tokens, (SCOPE,)))] == [32]
     assert min(blocks) >= 0
     assert None not in store.fetch(blocks, SCOPE)
     hits = store.counts["ram_hits"] + store.counts["disk_hits"]
     assert hits == 8
-    assert store.match(tokens, OTHER_SCOPE) == []
+    assert store.match(MatchQuery(tokens, (OTHER_SCOPE,))) == []
     assert (
         store.prefix(chains, OTHER_SCOPE)
         == store.prefix(chain_hashes(tokens, SIZE, OTHER_SCOPE), SCOPE)
@@ -295,7 +295,7 @@ def test_int8_is_within_half_a_scale_and_never_a_prefix(tmp_path, restart):
         store.close()
         store = open_store(tmp_path)
     assert store.prefix(chunk.chains, SCOPE) == [-1] * 4
-    (match,) = store.match(chunk.tokens, SCOPE)
+    (match,) = store.match(MatchQuery(chunk.tokens, (SCOPE,)))
     blocks = store.fetch(match.pages.tolist(), SCOPE)
     assert [block.exact for block in blocks] == [False] * 4
     for name, tensor in payload.items():
@@ -459,12 +459,12 @@ def test_the_number_of_a_block_that_is_gone_names_no_other(monkeypatch):
     monkeypatch.setattr(chunk_index, "_RESTING", 1)
     store, first = open_store(), make_chunk(0)
     put(store, first)
-    (match,) = store.match(first.tokens, SCOPE)
+    (match,) = store.match(MatchQuery(first.tokens, (SCOPE,)))
     for seed in range(1, 6):
         store.drop(make_chunk(seed - 1).key)
         put(store, make_chunk(seed))
-        assert store.match(first.tokens, SCOPE) == []
-        assert store.match(make_chunk(seed).tokens, SCOPE)[0].length == 16
+        assert store.match(MatchQuery(first.tokens, (SCOPE,))) == []
+        assert store.match(MatchQuery(make_chunk(seed).tokens, (SCOPE,)))[0].length == 16
         if seed == 1:
             assert store.fetch(match.pages.tolist(), SCOPE) == [None] * 4
     assert len(store._index._versions) == 8  # numbers are given out again
@@ -600,7 +600,7 @@ def test_a_chunk_that_was_dropped_does_not_come_back_before_its_row_is_removed(t
     store.flush()
     store._tiers.disk._writer.submit(lambda: go.wait(60))
     store.drop(chunk.key)
-    assert store.match(chunk.tokens, SCOPE) == []
+    assert store.match(MatchQuery(chunk.tokens, (SCOPE,))) == []
     assert len(store) == 0
     go.set()
     store.close()
@@ -643,7 +643,7 @@ def test_a_closed_store_refuses_and_can_be_closed_again(tmp_path):
     store.flush()
     for use in (
         lambda: store.put(chunk, make_payload(chunk)),
-        lambda: store.match(chunk.tokens, SCOPE),
+        lambda: store.match(MatchQuery(chunk.tokens, (SCOPE,))),
         lambda: store.prefix(chunk.chains, SCOPE),
         lambda: store.fetch([0], SCOPE),
         lambda: store.drop(chunk.key),

@@ -24,6 +24,7 @@ from chunks import (
     put_many,
     share,
 )
+from kvgraft.segments.matches import MatchQuery
 from kvgraft.segments.store import SegmentStore, StoreDirectory, files
 from kvgraft.segments.store.catalogue import Catalogue, CatalogueDamaged
 from kvgraft.segments.store.files import CATALOGUE
@@ -53,7 +54,9 @@ def check_lost(directory, lost, reason):
         ]
         assert store.counts[reason] == len(lost)
         assert sum(store.counts[other] for other in ("missing", "damaged", "foreign")) == len(lost)
-        assert all(store.match(make_chunk(seed).tokens, SCOPE) == [] for seed in lost)
+        assert all(
+            store.match(MatchQuery(make_chunk(seed).tokens, (SCOPE,))) == [] for seed in lost
+        )
         store.flush()
         assert not any(file_of(directory, make_chunk(seed)).exists() for seed in lost)
         assert store.disk_nbytes == sum(path.stat().st_size for path in directory.glob("??/*"))
@@ -203,10 +206,10 @@ def test_files_deleted_before_are_noticed_on_opening(directory):
 def test_what_is_gone_between_match_and_fetch_is_none(directory):
     with open_store(directory) as store:
         chunk = make_chunk(1)
-        (match,) = store.match(chunk.tokens, SCOPE)
+        (match,) = store.match(MatchQuery(chunk.tokens, (SCOPE,)))
         file_of(directory, chunk).unlink()
         assert store.fetch(match.pages.tolist(), SCOPE) == [None] * 4
-        assert store.match(chunk.tokens, SCOPE) == []
+        assert store.match(MatchQuery(chunk.tokens, (SCOPE,))) == []
         assert store.counts["missing"] == 1
 
 
@@ -458,7 +461,7 @@ def test_what_one_process_adds_drops_or_pins_the_other_notices(tmp_path):
     second.drop(make_chunk(1).key)
     second.flush()
     # looks around, and has the rest looked up
-    assert first.match(make_chunk(7).tokens, SCOPE) == []
+    assert first.match(MatchQuery(make_chunk(7).tokens, (SCOPE,))) == []
     first.flush()
     assert not holds(first, make_chunk(1))  # nor from memory
     first.pin(make_chunk(0).key)

@@ -134,7 +134,9 @@ def test_shared_text_comes_back_for_who_may_read_it(stored: StoreScheduler):
         (SCOPE, (), 3),
         (b"x" * 32, (), 0),
     ):
-        matches = stored.known.index.match(tokens, scope, shared=shared, free=free, similar=False)
+        matches = stored.known.index.match(
+            stored.known.index.query(tokens, (scope, *shared), free, similar=False)
+        )
         assert sum(match.length for match in matches) == length * BLOCK
 
 

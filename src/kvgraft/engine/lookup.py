@@ -253,11 +253,14 @@ class CacheLookup:
         """What is to be grafted, and by which estimate that was decided."""
         size, free = self.pool.block_size, np.ones(sequence.num_prompt, bool)
         in_blocks(free, size)[list(hit_blocks)] = False
-        scope, shared, similar = sequence.scope, sequence.shared, sequence.matches_similar
-        whole = sequence.policy.grafts_local_heads
-        matches = self.index.match(
-            sequence.prompt, scope, shared=shared, free=free, similar=similar, whole=whole
+        query = self.index.query(
+            sequence.prompt,
+            (sequence.scope, *sequence.shared),
+            free,
+            similar=sequence.matches_similar,
+            whole=sequence.policy.grafts_local_heads,
         )
+        matches = self.index.match(query)
         sequence.report.too_deep_tokens = self.index.num_too_deep
         if self.cost_model is None or not matches:
             return matches, None

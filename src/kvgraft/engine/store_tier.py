@@ -101,10 +101,9 @@ class StoreTier:
         in_blocks(free, size)[[*reuse.hits, *exact.values()]] = False
         for match in reuse.matches:
             free[match.start : match.start + match.length] = False
-        shared, similar = sequence.shared, sequence.matches_similar
-        grafts = wanted_grafts(
-            self.store, self.index, prompt, scope, free, shared=shared, similar=similar
-        )
+        scopes = (scope, *sequence.shared)
+        query = self.index.query(prompt, scopes, free, similar=sequence.matches_similar)
+        grafts = wanted_grafts(self.store, query)
         return list(dict.fromkeys([*exact, *grafts]))
 
     def _read(self, slots: Tensor) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import numpy as np
 from kvgraft.reuse.pages import Pages
 from kvgraft.reuse.provenance import BlockProvenance
 from kvgraft.reuse.readings import Readings
-from kvgraft.segments.matches import MAX_DEPTH, Match
+from kvgraft.segments.matches import MAX_DEPTH, Match, MatchQuery
 from kvgraft.segments.segment_index import SegmentIndex
 from kvgraft.segments.segmentation import Similarity
 from kvgraft.segments.table import IsWhole
@@ -55,30 +55,34 @@ class ReuseIndex:
         """Whether near-duplicates are found."""
         return self.segments.similar is not None
 
-    def match(
+    def query(
         self,
         tokens: np.ndarray,
-        scope: bytes,
-        *,
-        shared: Sequence[bytes] = (),
+        scopes: tuple[bytes, ...],
         free: np.ndarray,
+        *,
         similar: bool,
         whole: bool = True,
-    ) -> list[Match]:
-        """What of a prompt int64 [T] can be grafted where `free` bool [T] is set: text of its own
-        scope, and of those that are shared with it. `similar` adds near-duplicates; without `whole`
-        some heads may lack their KV of it."""
-        matches = self.segments.match(
+    ) -> MatchQuery:
+        """Return the query for a prompt under the limits of this index.
+
+        Args:
+            tokens, scopes, free, similar: see `MatchQuery`.
+            whole: use only text of which all heads hold their KV.
+        """
+        return MatchQuery(
             tokens,
-            scope,
-            shared=shared,
-            free=free,
-            similar=similar,
-            max_depth=self.max_depth,
-            require_clean_context=self.require_clean_context,
-            is_whole=self.is_whole if whole else None,
+            scopes,
+            free,
+            self.max_depth,
+            self.require_clean_context,
+            similar,
+            self.is_whole if whole else None,
         )
-        return self.readings.label(matches)
+
+    def match(self, query: MatchQuery) -> list[Match]:
+        """Return what of a prompt can be grafted: `SegmentIndex.match`, with `Match.reading`."""
+        return self.readings.label(self.segments.match(query))
 
     def clear(self) -> None:
         """Forget everything."""

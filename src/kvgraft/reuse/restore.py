@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from kvgraft.reuse.index import ReuseIndex
-from kvgraft.segments.matches import Match
+from kvgraft.segments.matches import Match, MatchQuery
 from kvgraft.segments.store import consecutive
 
 
@@ -14,16 +14,7 @@ class Stored(Protocol):
     """What says what is stored: `SegmentStore`, or a `ChunkIndex` of what others store."""
 
     def prefix(self, chain_keys: Sequence[bytes], scope: bytes) -> list[int]: ...
-    def match(
-        self,
-        tokens: np.ndarray,
-        scope: bytes,
-        *,
-        shared: Sequence[bytes] = (),
-        free: np.ndarray | None = None,
-        require_clean_context: bool = False,
-        similar: bool = False,
-    ) -> list[Match]: ...
+    def match(self, query: MatchQuery) -> list[Match]: ...
 
 
 class RestoredBlock(Protocol):
@@ -66,23 +57,9 @@ def wanted_exact(
     return block_of
 
 
-def wanted_grafts(
-    stored: Stored,
-    index: ReuseIndex,
-    tokens: np.ndarray,
-    scope: bytes,
-    free: np.ndarray,
-    *,
-    shared: Sequence[bytes] = (),
-    similar: bool,
-) -> list[int]:
-    """Numbers of stored blocks, of its own scope or of shared ones, that could be grafted where
-    `free` bool [T] is set, longest run first."""
-    clean = index.require_clean_context
-    matches = stored.match(
-        tokens, scope, shared=shared, free=free, require_clean_context=clean, similar=similar
-    )
-    runs = sorted(matches, key=lambda match: -match.length)
+def wanted_grafts(stored: Stored, query: MatchQuery) -> list[int]:
+    """Return the numbers of stored blocks that could be grafted, longest run first."""
+    runs = sorted(stored.match(query), key=lambda match: -match.length)
     return list(dict.fromkeys(page for match in runs for page in match.pages.tolist()))
 
 

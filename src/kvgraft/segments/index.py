@@ -4,14 +4,13 @@ sections 4.3-4.5)."""
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from kvgraft.segments.keys import as_int32, block_hashes, check_scope, window_hashes
-from kvgraft.segments.matches import MAX_DEPTH, Match
+from kvgraft.segments.matches import MAX_DEPTH, Match, MatchQuery
 from kvgraft.segments.run_selection import claim, longest_first
 from kvgraft.segments.table import EntryTable, IsLive, IsWhole, occurrence
 
@@ -19,14 +18,10 @@ _INSERT_BATCH = 1 << 14  # blocks; bounds the temporary arrays of an insertion
 _LEVELS = 8  # of depth, that a prompt tells apart
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Prompt:
-    tokens: np.ndarray  # int32 [T]
-    scopes: tuple[bytes, ...]  # its own, then those that it may read
-    max_depth: int  # of entries that may be used
-    from_start: bool  # only runs that begin where their source begins
+    query: MatchQuery
     unclaimed: bytearray  # [T], 1 where a token may still be grafted
-    is_whole: IsWhole | None  # only entries of such pages
 
 
 @dataclass
@@ -136,18 +131,8 @@ class VirtualBlockIndex:
         self._entries.link(np.append(np.int32(after), ids))
         return ids
 
-    def match(
-        self,
-        tokens: np.ndarray,
-        scope: bytes,
-        *,
-        shared: Sequence[bytes] = (),
-        free: np.ndarray | None = None,
-        max_depth: int = 0,
-        require_clean_context: bool = False,
-        is_whole: IsWhole | None = None,
-    ) -> list[Match]:
-        """Find what of a prompt can be grafted: disjoint matches sorted by start.
+    def match(self, query: MatchQuery) -> list[Match]:
+        """Return what of a prompt can be grafted: disjoint matches sorted by start.
 
         Blocks on one diagonal (same source, same shift) form runs. The longest run claims its
         positions first (ties: earlier scope, then earlier offset, then lower entry id); what others
@@ -155,34 +140,15 @@ class VirtualBlockIndex:
         for what is left; of more than _LEVELS depths the greatest are one level, so that a prompt
         costs no more however many there are. Then runs grow token by token into the neighbouring
         blocks of their source.
-
-        Args:
-            tokens: the prompt, int [T].
-            scope: `scope_digest` of model and the prompt's own namespace.
-            shared: those of other namespaces that it may read, in this order; entries of no other
-                scope are found. Each costs about as much time as the first one.
-            free: bool [T], positions that may be grafted (None: all).
-            max_depth: use blocks of at most this depth.
-            require_clean_context: use only what its source began with. The KV of other text carries
-                the context that it was first read in, which may be hostile.
-            is_whole: use only what lies in such pages.
         """
-        tokens = as_int32("tokens", tokens)
-        free = np.ones(len(tokens), bool) if free is None else np.asarray(free)
-        if free.dtype != bool or free.shape != tokens.shape:
-            raise ValueError(f"free is {free.dtype} {free.shape}, expected bool {tokens.shape}")
-        if len({scope, *shared}) <= len(shared):
-            raise ValueError(f"a scope is given twice: {[s.hex()[:8] for s in (scope, *shared)]}")
-        unclaimed = bytearray(free.tobytes())
-        max_depth = min(max_depth, MAX_DEPTH)
-        prompt = _Prompt(
-            tokens, (scope, *shared), max_depth, require_clean_context, unclaimed, is_whole
-        )
-        found = [self._candidates(prompt, free, known) for known in prompt.scopes]
+        free, unclaimed = query.unclaimed(), bytearray(query.unclaimed().tobytes())
+        max_depth = min(query.max_depth, MAX_DEPTH)
+        prompt = _Prompt(replace(query, max_depth=max_depth), unclaimed)
+        found = [self._candidates(prompt, free, scope) for scope in query.scopes]
         starts, ids = (np.concatenate(parts) for parts in zip(*found, strict=True))
         ranks = np.repeat(np.arange(len(found)), [len(part) for part, _ in found])
         too_deep = self._entries.depth[ids] > max_depth
-        hidden = starts[too_deep & (not require_clean_context)]
+        hidden = starts[too_deep & (not query.require_clean_context)]
         starts, ids, ranks = starts[~too_deep], ids[~too_deep], ranks[~too_deep]
         depths = self._entries.depth[ids]
         levels, runs = np.unique(depths).tolist(), list[_Run]()
@@ -193,7 +159,9 @@ class VirtualBlockIndex:
         self._extend(prompt, runs, step=+1)
         runs.sort(key=lambda run: run.start)
         left = np.frombuffer(unclaimed, bool)
-        self.num_too_deep = int((left & self._covered(hidden, tokens)).sum()) if len(hidden) else 0
+        self.num_too_deep = (
+            int((left & self._covered(hidden, query.tokens)).sum()) if len(hidden) else 0
+        )
         return self._as_matches(runs)
 
     def discard_stale(self) -> int:
@@ -308,23 +276,23 @@ class VirtualBlockIndex:
     ) -> tuple[np.ndarray, np.ndarray]:
         """(starts, ids) of the live entries of a scope, of any depth, that may stand at a wholly
         free window: int64 [n], int32 [n]."""
-        keys = window_hashes(prompt.tokens, self.block_size, self.lookup_scope(scope))
+        keys = window_hashes(prompt.query.tokens, self.block_size, self.lookup_scope(scope))
         if not len(keys):
             return np.empty(0, np.int64), np.empty(0, np.int32)
-        entries, windows = self._entries, sliding_window_view(prompt.tokens, self.block_size)
+        entries, windows = self._entries, sliding_window_view(prompt.query.tokens, self.block_size)
         num_free = np.concatenate(([0], free.cumsum()))
         offsets = np.flatnonzero(
             num_free[self.block_size :] - num_free[: -self.block_size] == self.block_size
         )
         rows, ids, dropped, dead = entries.find_and_drop(keys[offsets])
-        dropped = dropped[entries.depth[dead] <= prompt.max_depth]
+        dropped = dropped[entries.depth[dead] <= prompt.query.max_depth]
         if len(dropped):
             lost = self._covered(offsets[dropped], free) & ~self._covered(offsets[rows], free)
             self.num_lost += int(lost.sum()) // self.block_size
         starts = offsets[rows]
         usable = entries.is_of(ids, scope) & (windows[starts] == entries.tokens[ids]).all(axis=1)
-        if prompt.is_whole is not None:
-            usable[usable] = prompt.is_whole(entries.page[ids[usable]])
+        if prompt.query.is_whole is not None:
+            usable[usable] = prompt.query.is_whole(entries.page[ids[usable]])
         return starts[usable], ids[usable]
 
     def _covered(self, starts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -355,7 +323,7 @@ class VirtualBlockIndex:
             ranks[order],
             source_start[order],
         )
-        may_begin = (not prompt.from_start) | (source_start == 0)
+        may_begin = (not prompt.query.require_clean_context) | (source_start == 0)
         return [
             _Run(int(starts[at]), size * (stop - at), int(source_start[at]), ids[at:stop], depth)
             for at, stop in longest_first(
@@ -372,9 +340,10 @@ class VirtualBlockIndex:
             [run.start + run.length if step > 0 else run.start - 1 for run in runs], np.int64
         )
         positions = places[:, None] + step * np.arange(self.block_size)  # [runs, block_size]
-        inside = (near >= 0)[:, None] & (positions >= 0) & (positions < len(prompt.tokens))
+        inside = (near >= 0)[:, None] & (positions >= 0) & (positions < len(prompt.query.tokens))
         equal = inside & (
-            self._entries.tokens[near, ::step] == prompt.tokens[np.where(inside, positions, 0)]
+            self._entries.tokens[near, ::step]
+            == prompt.query.tokens[np.where(inside, positions, 0)]
         )
         reach = np.logical_and.accumulate(equal, axis=1).sum(axis=1)
         for row in np.flatnonzero(reach).tolist():
@@ -394,8 +363,8 @@ class VirtualBlockIndex:
         depths = np.array([run.depth for run in runs], np.int16)
         allowed = (near >= 0) & (entries.depth[near] <= depths)
         allowed &= (entries.scope[near] == entries.scope[ids]).all(axis=1)
-        if prompt.is_whole is not None:
-            allowed[allowed] = prompt.is_whole(entries.page[near[allowed]])
+        if prompt.query.is_whole is not None:
+            allowed[allowed] = prompt.query.is_whole(entries.page[near[allowed]])
         return np.where(allowed, near, -1)
 
     def _as_matches(self, runs: list[_Run]) -> list[Match]:

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvgraft.segments.keys import as_int32, check_scope
+from kvgraft.segments.table import IsWhole
+
 MAX_DEPTH = 2**14  # what is deeper counts as this deep, so that depths fit into 16 bits
 DEEP = 5  # depths from this one on have one name
 
@@ -17,6 +20,50 @@ def depth_name(depth: int) -> str:
 def in_blocks(values: np.ndarray, block_size: int) -> np.ndarray:
     """View of a vector [n] by its whole blocks, [n // block_size, block_size]."""
     return values[: len(values) // block_size * block_size].reshape(-1, block_size)
+
+
+@dataclass(frozen=True, eq=False)
+class MatchQuery:
+    """A prompt, and which known text may be grafted into it.
+
+    Attributes:
+        tokens: the prompt, int32 [T]; other integers are converted.
+        scopes: `scope_digest` of the model and each namespace that the request may read, its own
+            first. Entries of other scopes are never found. Each further scope costs about as much
+            time as the first.
+        free: bool [T], positions that may be grafted; None: all.
+        max_depth: greatest depth of blocks that may be used.
+        require_clean_context: use only text that its source began with. The KV of other text
+            carries the context that it was first read in, which may be hostile.
+        similar: also find near-duplicates, where the index knows them.
+        is_whole: use only pages for which this is true; None: all pages.
+
+    Raises:
+        ValueError: `free` has another dtype or shape, a scope is given twice or is none, tokens are
+            no vector of integers.
+    """
+
+    tokens: np.ndarray
+    scopes: tuple[bytes, ...]
+    free: np.ndarray | None = None
+    max_depth: int = 0
+    require_clean_context: bool = False
+    similar: bool = False
+    is_whole: IsWhole | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", as_int32("tokens", self.tokens))
+        shape, free = self.tokens.shape, self.free
+        if free is not None and (free.dtype != bool or free.shape != shape):
+            raise ValueError(f"free is {free.dtype} {free.shape}, expected bool {shape}")
+        if len(set(self.scopes)) < len(self.scopes):
+            raise ValueError(f"a scope is given twice: {[s.hex()[:8] for s in self.scopes]}")
+        for scope in self.scopes:
+            check_scope(scope)
+
+    def unclaimed(self) -> np.ndarray:
+        """Return a new bool [T]: positions that may be grafted."""
+        return np.ones(len(self.tokens), bool) if self.free is None else self.free.copy()
 
 
 @dataclass(frozen=True, eq=False)

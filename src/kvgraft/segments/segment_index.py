@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvgraft.segments.index import VirtualBlockIndex
-from kvgraft.segments.matches import Match
+from kvgraft.segments.matches import Match, MatchQuery
 from kvgraft.segments.segmentation import Similarity
 from kvgraft.segments.similar import SimilarIndex
 from kvgraft.segments.table import IsLive
@@ -53,10 +53,7 @@ class SegmentIndex:
             self.similar.insert(ids if usable is None else np.where(usable, ids, -1), scope)
         return ids
 
-    def match(
-        self, tokens: np.ndarray, scope: bytes, *, similar: bool = False, **wanted: Any
-    ) -> list[Match]:
-        """What of a prompt is known, with `similar` near-duplicates, too:
-        `VirtualBlockIndex.match`."""
-        index = self.similar if similar and self.similar is not None else self.blocks
-        return index.match(tokens, scope, **wanted)
+    def match(self, query: MatchQuery) -> list[Match]:
+        """Return what of a prompt is known: `VirtualBlockIndex.match`, `SimilarIndex.match`."""
+        index = self.similar if query.similar and self.similar is not None else self.blocks
+        return index.match(query)

@@ -13,10 +13,10 @@ from rapidfuzz.distance import LCSseq
 
 from kvgraft.segments.index import VirtualBlockIndex
 from kvgraft.segments.keys import as_int32
-from kvgraft.segments.matches import Match
+from kvgraft.segments.matches import Match, MatchQuery
 from kvgraft.segments.minhash import band_keys, bands, compact, similarity
 from kvgraft.segments.segmentation import MAX_SEGMENT, WINNOW, Segmenter, Segments, Similarity
-from kvgraft.segments.table import EntryTable, IsWhole, Table, occurrence
+from kvgraft.segments.table import EntryTable, Table, occurrence
 
 # of a segment that LSH does not propose, against a false proposal, which costs little
 _MISS_WEIGHT = 0.9
@@ -113,42 +113,24 @@ class SimilarIndex:
         self._table.add(keys[new], **{name: column[new] for name, column in columns.items()})
         return int(new.sum())
 
-    def match(
-        self,
-        tokens: np.ndarray,
-        scope: bytes,
-        *,
-        shared: Sequence[bytes] = (),
-        free: np.ndarray | None = None,
-        max_depth: int = 0,
-        require_clean_context: bool = False,
-        is_whole: IsWhole | None = None,
-    ) -> list[Match]:
-        """What exact matching finds (`VirtualBlockIndex.match`, with the same arguments), and
-        near-duplicates."""
-        exact = self.blocks.match(
-            tokens,
-            scope,
-            shared=shared,
-            free=free,
-            max_depth=max_depth,
-            require_clean_context=require_clean_context,
-            is_whole=is_whole,
-        )
-        tokens = as_int32("tokens", tokens)
-        unclaimed = np.ones(len(tokens), bool) if free is None else free.copy()
-        for match in exact:
+    def match(self, query: MatchQuery) -> list[Match]:
+        """Return what exact matching finds (`VirtualBlockIndex.match`), and near-duplicates."""
+        matches = self.blocks.match(query)
+        unclaimed = query.unclaimed()
+        for match in matches:
             unclaimed[match.start : match.start + match.length] = False
-        matches = exact
+
         regions = [
             region
-            for known in (scope, *shared)
-            for region in self._regions(tokens, unclaimed, known)
+            for scope in query.scopes
+            for region in self._regions(query.tokens, unclaimed, scope)
         ]
+        depth, clean = query.max_depth, query.require_clean_context
         # of equal ones its own first
         for region in sorted(regions, key=lambda region: region.start - region.stop):
-            matches += self._graft(tokens, region, unclaimed, max_depth, require_clean_context)
-        if is_whole is not None:
+            matches += self._graft(query.tokens, region, unclaimed, depth, clean)
+
+        if (is_whole := query.is_whole) is not None:
             matches = [
                 part for m in matches for part in m.where(is_whole(m.pages), self.blocks.block_size)
             ]

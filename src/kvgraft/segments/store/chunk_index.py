@@ -3,11 +3,12 @@ before them."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from kvgraft.segments.keys import check_scope
-from kvgraft.segments.matches import Match
+from kvgraft.segments.matches import Match, MatchQuery
 from kvgraft.segments.segment_index import SegmentIndex
 from kvgraft.segments.segmentation import Similarity
 from kvgraft.segments.store.chunk import Chunk, ChunkRecord
@@ -110,20 +111,9 @@ class ChunkIndex:
                 if not self._by_chain[chain]:
                     del self._by_chain[chain]
 
-    def match(
-        self,
-        tokens: np.ndarray,
-        scope: bytes,
-        *,
-        shared: Sequence[bytes] = (),
-        free: np.ndarray | None = None,
-        require_clean_context: bool = False,
-        similar: bool = False,
-    ) -> list[Match]:
-        """What of a prompt is stored: matches whose pages are block numbers
-        (`VirtualBlockIndex.match`)."""
-        wanted = {"shared": shared, "free": free, "require_clean_context": require_clean_context}
-        return self._index.match(tokens, scope, similar=similar, **wanted)
+    def match(self, query: MatchQuery) -> list[Match]:
+        """Return what of a prompt is stored: matches whose pages are block numbers."""
+        return self._index.match(replace(query, is_whole=None))
 
     def prefix(self, chain_keys: Sequence[bytes], scope: bytes) -> list[int]:
         """The block of exact payload that has each chain, or -1."""

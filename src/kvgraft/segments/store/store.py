@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from kvgraft.segments.matches import Match
+from kvgraft.segments.matches import Match, MatchQuery
 from kvgraft.segments.segmentation import Similarity
 from kvgraft.segments.store.chunk import Chunk, ChunkRecord, Gone, Payload, StoredBlock
 from kvgraft.segments.store.chunk_index import ChunkIndex
@@ -189,30 +187,13 @@ class SegmentStore:
                 self._tiers.touch(key)
             return known
 
-    def match(
-        self,
-        tokens: np.ndarray,
-        scope: bytes,
-        *,
-        shared: Sequence[bytes] = (),
-        free: np.ndarray | None = None,
-        require_clean_context: bool = False,
-        similar: bool = False,
-    ) -> list[Match]:
-        """What of a prompt is stored, at any offset: matches whose pages are block numbers.
+    def match(self, query: MatchQuery) -> list[Match]:
+        """Return what of a prompt is stored, at any offset: matches whose pages are block numbers.
 
-        Args: as of `VirtualBlockIndex.match`; `similar` finds near-duplicates, too, if the store
-        was made for that."""
+        Near-duplicates are found if the store was made for that."""
         with self._lock:
             self._look_around()
-            return self._index.match(
-                tokens,
-                scope,
-                shared=shared,
-                free=free,
-                require_clean_context=require_clean_context,
-                similar=similar,
-            )
+            return self._index.match(query)
 
     def prefix(self, chain_keys: Sequence[bytes], scope: bytes) -> list[int]:
         """For each key of `chain_hashes` the number of a block that is it, bit for bit as it was

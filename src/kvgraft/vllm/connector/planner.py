@@ -145,10 +145,14 @@ class Planner:
     def _match(self, state: RequestState, tokens: np.ndarray, free: np.ndarray) -> list[Match]:
         """What a request may graft: only what local heads have, too, unless its policy computes
         what these lack."""
-        scope, similar, whole = state.offer.scope, state.matches_similar, state.grafts_local_heads
-        matches = self.index.match(
-            tokens, scope, shared=state.shared, free=free, similar=similar, whole=whole
+        query = self.index.query(
+            tokens,
+            (state.offer.scope, *state.shared),
+            free,
+            similar=state.matches_similar,
+            whole=state.grafts_local_heads,
         )
+        matches = self.index.match(query)
         state.report.too_deep_tokens = self.index.num_too_deep
         return matches
 

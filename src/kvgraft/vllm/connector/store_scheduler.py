@@ -157,12 +157,11 @@ class StoreScheduler:
             return list(hashes), hashes
         free = np.ones(len(tokens), bool)
         free[: max((block + 1) * size for block in exact.values()) if exact else num_prefix] = False
-        index, shared, similar = self.known.index, state.shared, state.matches_similar
-        for match in index.match(tokens, scope, shared=shared, free=free, similar=similar):
+        index, scopes, similar = self.known.index, (scope, *state.shared), state.matches_similar
+        for match in index.match(index.query(tokens, scopes, free, similar=similar)):
             free[match.start : match.start + match.length] = False
-        grafted = wanted_grafts(
-            self._register, index, tokens, scope, free, shared=shared, similar=similar
-        )
+        query = index.query(tokens, scopes, free, similar=similar)
+        grafted = wanted_grafts(self._register, query)
         return list(dict.fromkeys([*hashes, *grafted])), hashes
 
     def _take_in(self, load: Load, coming: Sequence["_Coming"], arrived: Sequence[bool]) -> None:
