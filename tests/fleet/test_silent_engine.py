@@ -4,12 +4,13 @@ one."""
 import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
-from fleets import Asked, Corpus, ask, running_fleet
+from fleets import START_S, Asked, Corpus, ask, running_fleet
 
 TIMEOUT_S = 5
 NUM_REQUESTS = 60
@@ -33,11 +34,23 @@ def test_a_frozen_engine_leaves_the_fleet_and_no_request_is_lost(tmp_path: Path)
             time.sleep(1.0)
             for process in engine:
                 os.kill(process.pid, signal.SIGSTOP)
+            frozen_at = time.monotonic()
+            wait_until(lambda: frozen["name"] not in {one["name"] for one in fleet.replicas()})
+            out_s = time.monotonic() - frozen_at
             fleet.wait_for(2, but=[frozen["name"]])
+            ready_s = time.monotonic() - frozen_at
             found = [answer.result() for answer in answers]
+            print(f"out of rotation after {out_s:.1f} s, replaced after {ready_s:.1f} s")
 
         assert [answer.status for answer in found] == [200] * NUM_REQUESTS
         assert not any(process.is_running() for process in engine)
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + START_S
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def engine_of(server: int) -> list[psutil.Process]:
