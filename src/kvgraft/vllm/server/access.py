@@ -1,4 +1,4 @@
-"""What each route asks of its caller. A route that nobody thought of asks for the admin key."""
+"""Access level of each route. A route that is not listed here requires the admin key."""
 
 import re
 from enum import Enum
@@ -7,7 +7,7 @@ from starlette.types import Scope
 
 
 class Access(Enum):
-    """`open` to all, for any `key` that the server knows, or for the `admin` key only."""
+    """Access level: `open` to all, any known API `key`, or the `admin` key only."""
 
     OPEN = "open"
     KEY = "key"
@@ -16,9 +16,10 @@ class Access(Enum):
 
 HEALTH_ROUTES = frozenset({"/health", "/ping"})
 METRICS_ROUTES = frozenset({"/metrics", "/metrics/"})
-OPEN_ROUTES = HEALTH_ROUTES | METRICS_ROUTES  # no tenant's data
+# they show no tenant's data
+OPEN_ROUTES = HEALTH_ROUTES | METRICS_ROUTES
 PAGE = "/kvgraft"
-# read by browsers, which can show a key as a password only
+# a browser can send a key only as the password of basic authentication
 PAGE_ROUTES = frozenset({PAGE, "/v1/kvgraft/status"})
 KEY_ROUTES = PAGE_ROUTES | {
     "/detokenize",
@@ -40,19 +41,19 @@ KEY_ROUTES = PAGE_ROUTES | {
     "/v1/responses",
     "/version",
 }
-# `keys` refuses a store for several tenants
+# safe for any key: `keys.py` refuses vLLM's response store for several tenants
 STORED_RESPONSE = re.compile(r"/v1/responses/resp_[^/]+(/cancel)?")
 
 
 def access(path: str) -> Access:
-    """What the route at `path`, without the root path of a proxy, asks for."""
+    """Return the access level of a path, given without the root path of a proxy."""
     if path in OPEN_ROUTES:
         return Access.OPEN
     return Access.KEY if path in KEY_ROUTES or STORED_RESPONSE.fullmatch(path) else Access.ADMIN
 
 
 def route_path(scope: Scope) -> str:
-    """The path of the route, without the root path of a proxy."""
+    """Return the path of a request without the root path of a proxy."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "").rstrip("/")
     return path[len(root) :] if root and path.startswith(f"{root}/") else path

@@ -1,5 +1,4 @@
-"""The command line of `kvgraft serve`: vLLM's own, with our defaults, our flags, and what does not
-go together."""
+"""Command line of `kvgraft serve`: vLLM's own, with KVGraft's defaults, flags and checks."""
 
 import os
 from argparse import Namespace
@@ -37,55 +36,69 @@ from kvgraft.vllm.server.sharing import Grants
 from kvgraft.vllm.server.tenancy import Keyring
 from kvgraft.vllm.settings import KVGraftSettings, given_settings
 
-CPU_BLOCK_SIZE = 32  # tokens; vLLM's 128 wastes the edges of segments
+# tokens; with vLLM's 128, more tokens at the edges of segments cannot be reused
+CPU_BLOCK_SIZE = 32
 BUNDLED_NAMES = ["bundled", str(MODEL_DIR)]
-# its words stand between spaces
+# the bundled model's words are separated by spaces
 BUNDLED_CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-BUNDLED_KV_BYTES = 1 << 30  # instead of most of the machine, which vLLM takes unasked
-KNOWN_KV_BYTES = 2 << 30  # likewise, of models that can be had by name
+# without this, vLLM takes most of the machine's memory
+BUNDLED_KV_BYTES = 1 << 30
+# the same limit for models that can be fetched by name
+KNOWN_KV_BYTES = 2 << 30
 NEVER = ("trust_remote_code", "trust_request_chat_template", "enable_prompt_embeds")
-WITHOUT_REUSE = ("kvgraft_flow", "kvgraft_head_paging")  # flags that go with --no-kvgraft
-BESIDE_HEAD_PAGING = ("kvgraft_head_map", ALLOW_UNTESTED)  # and these beside the latter
+# flags that are allowed with --no-kvgraft
+WITHOUT_REUSE = ("kvgraft_flow", "kvgraft_head_paging")
+# flags that are allowed with both --no-kvgraft and --kvgraft-head-paging
+BESIDE_HEAD_PAGING = ("kvgraft_head_map", ALLOW_UNTESTED)
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
-    """What vLLM's server is to be started with.
+    """Return the arguments with which vLLM's server is started.
 
     Raises:
-        ValueError: what was given does not go together; the message says why.
+        ValueError: the arguments contradict each other; the message says how.
     """
     parser = _make_parser()
     args = parser.parse_args(list(arguments))
     bundled = args.model_tag is None and args.model == str(MODEL_DIR)
     args.model = args.model_tag or args.model
-    given_keys("--api-key", args.api_key, API_KEY)  # also where vLLM is to check them itself
+    # also refuse empty keys if vLLM itself is going to check them (--no-kvgraft)
+    given_keys("--api-key", args.api_key, API_KEY)
+
     if bundled:
         args.served_model_name = args.served_model_name or BUNDLED_NAMES
         args.chat_template = args.chat_template or BUNDLED_CHAT
         args.kv_cache_memory_bytes = args.kv_cache_memory_bytes or BUNDLED_KV_BYTES
     elif is_name(args.model):
         _serve_by_name(args)
+
     if args.kvgraft_head_paging:
         _refuse(_flags_beside_head_paging(args))
         _keep_heads_by_class(args)
     if args.kvgraft_flow is not None:
         _follow(args)
+
     if args.no_kvgraft:
         _refuse(_flags_beside_plain(args))
         return args
+
     _refuse(_conflicts(args))
     args.enable_prefix_caching = True
     args.worker_cls = WORKER_CLASS
+
     _find_profile(args)
     args.kv_transfer_config = args.kv_transfer_config or transfer_config(**given_settings(args))
     if KVGraftSettings.parse(args.kv_transfer_config.kv_connector_extra_config).guard:
         _refuse(_flags_beside_guard(args))
+
     grants = Grants.of(args, Keyring(Keys.of(args)))
-    args.kvgraft_share = grants.as_arguments or None  # vLLM logs its arguments
+    # labels instead of keys, because vLLM logs its arguments
+    args.kvgraft_share = grants.as_arguments or None
     return args
 
 
 def _make_parser() -> FlexibleArgumentParser:
+    """Return vLLM's argument parser with KVGraft's defaults and flags."""
     parser = make_arg_parser(
         FlexibleArgumentParser(prog="kvgraft serve", usage="kvgraft serve [MODEL] [options]")
     )
@@ -95,18 +108,22 @@ def _make_parser() -> FlexibleArgumentParser:
         allowed_origins=[],
         enable_prompt_tokens_details=True,
     )
-    # grafts need windows wherever they end
+    # keep sliding-window blocks at every position, because a graft can end anywhere
     parser.set_defaults(prefix_cache_retention_interval=None)
     parser.set_defaults(shutdown_timeout=DRAIN_S)
+
     if current_platform.is_cpu():
         parser.set_defaults(block_size=CPU_BLOCK_SIZE, enforce_eager=True)
+
     add_flags(parser)
     return parser
 
 
 def _serve_by_name(args: Namespace) -> None:
-    """Serve the model of this name under it. A known one was not made for bfloat16, which vLLM
-    takes on a CPU."""
+    """Replace the model's name by its directory, and serve the model under that name.
+
+    Known models run as float32 on a CPU: they were not made for bfloat16, which vLLM chooses there.
+    """
     name = args.model
     args.model = str(find_model(name, fetch=not args.check))
     args.served_model_name = args.served_model_name or [name, args.model]
@@ -116,24 +133,25 @@ def _serve_by_name(args: Namespace) -> None:
 
 
 def _find_profile(args: Namespace) -> None:
-    """Take the profile that lies beside the weights, if nothing else says which policy requests
-    have that name none.
+    """Select the policy profile next to the weights if nothing else sets the default policy.
+
+    A profile given with --kvgraft-profile is checked in the same way.
 
     Raises:
-        FileNotFoundError, ValueError: a profile was given that cannot be used; the message says
-            why.
+        FileNotFoundError, ValueError: the given profile cannot be used; the message says why.
     """
     given, model = args.kvgraft_profile, Path(args.model)
     if given is None and (
         args.kvgraft_policy or args.kv_transfer_config or not (model / POLICY_FILE).is_file()
     ):
         return
+
     if load_policy_profile(given, model, identify(model)) is not None:
         args.kvgraft_profile = str(Path(given or model / POLICY_FILE).absolute())
 
 
 def _conflicts(args: Namespace) -> Iterator[str]:
-    """What was asked for and cannot be had together with reuse."""
+    """Yield a reason for each argument that cannot be combined with reuse."""
     config = args.kv_transfer_config
     if config is not None and config.kv_connector != CONNECTOR:
         yield (
@@ -189,6 +207,7 @@ def _conflicts(args: Namespace) -> Iterator[str]:
 
 
 def _flags_beside_guard(args: Namespace) -> Iterator[str]:
+    """Yield a reason for each argument that cannot be combined with --kvgraft-guard."""
     if args.enable_sleep_mode:
         yield "--kvgraft-guard: an engine that sleeps must not score (--enable-sleep-mode)"
     if args.logprobs_mode != RAW:
@@ -209,22 +228,32 @@ def _flags_beside_guard(args: Namespace) -> Iterator[str]:
 
 
 def _follow(args: Namespace) -> None:
-    """Name the flow to every process; ValueError or FileNotFoundError if there is none."""
+    """Pass the decode flow to every process of the server.
+
+    Raises:
+        FileNotFoundError, ValueError: the flow does not exist.
+    """
     parse_flow(args.kvgraft_flow)
     path, dot, rest = args.kvgraft_flow.partition(".py")
+
     named = f"{Path(path).absolute()}{dot}{rest}" if dot else path
     args.additional_config = {**(args.additional_config or {}), FLOW: named}
     args.worker_cls = WORKER_CLASS if args.worker_cls == "auto" else args.worker_cls
 
 
 def _keep_heads_by_class(args: Namespace) -> None:
-    """The model with an attention layer for each KV head."""
+    """Select the model class that has one attention layer per KV head (--kvgraft-head-paging).
+
+    Raises:
+        ValueError: the model's architecture is not supported.
+    """
     architecture = load_config(args.model).architecture
     if architecture not in BY_HEAD_ARCHITECTURES:
         known = ", ".join(BY_HEAD_ARCHITECTURES)
         raise ValueError(
             f"--kvgraft-head-paging: model class {architecture}: supported are {known}"
         )
+
     args.hf_overrides = {"architectures": [f"{BY_HEAD}{architecture}"]}
     args.additional_config = {
         **(args.additional_config or {}),
@@ -235,10 +264,12 @@ def _keep_heads_by_class(args: Namespace) -> None:
 
 
 def _head_map(args: Namespace) -> Path:
+    """Return the path of the head map: the one given, or the file next to the weights."""
     return Path(args.kvgraft_head_map or Path(args.model) / HEAD_MAP_FILE)
 
 
 def _flags_beside_head_paging(args: Namespace) -> Iterator[str]:
+    """Yield a reason for each argument that cannot be combined with --kvgraft-head-paging."""
     for name in ("flow", "store_dir", "store_ram_gib", "store_shared", "residual_layers"):
         if getattr(args, name := f"{PREFIX}{name}") is not None:
             yield (
@@ -255,6 +286,7 @@ def _flags_beside_head_paging(args: Namespace) -> Iterator[str]:
 
 
 def _flags_beside_plain(args: Namespace) -> Iterator[str]:
+    """Yield a reason for each argument that cannot be combined with --no-kvgraft."""
     for name in _own_flags(args):
         if name not in WITHOUT_REUSE and (
             name not in BESIDE_HEAD_PAGING or not args.kvgraft_head_paging
@@ -263,7 +295,7 @@ def _flags_beside_plain(args: Namespace) -> Iterator[str]:
 
 
 def _own_flags(args: Namespace) -> list[str]:
-    """Those of ours that were given, but for --no-kvgraft."""
+    """Return the names of KVGraft's flags that were given, except --no-kvgraft."""
     return [
         n
         for n, value in vars(args).items()
@@ -272,6 +304,7 @@ def _own_flags(args: Namespace) -> list[str]:
 
 
 def _refuse(reasons: Iterator[str]) -> None:
+    """Raise ValueError with all reasons, if there are any."""
     found = list(reasons)
     if found:
         raise ValueError("; ".join(found))

@@ -1,4 +1,4 @@
-"""The body of an HTTP request, as far as it is taken."""
+"""Reading and parsing of HTTP request bodies."""
 
 import json
 from typing import Any
@@ -10,26 +10,28 @@ from starlette.types import Receive
 from kvgraft.vllm.options import KEY, PARAMS
 from kvgraft.vllm.server.errors import Refused
 
-MAX_BODY = 32 << 20  # bytes
-# of client libraries and proxies
+# bytes
+MAX_BODY = 32 << 20
+# fields in which client libraries and proxies wrap extra options
 WRAPPERS = ("extra_body", "extra_args", "extra_params", "model_kwargs", "vllm_xargs")
 
 
 class Disconnected(Exception):
-    """The client left before its request was complete."""
+    """The client disconnected before its request was complete."""
 
 
 async def read_body(headers: Headers, receive: Receive) -> bytes:
-    """The whole body, at most MAX_BODY bytes of it in memory.
+    """Return the whole body, at most MAX_BODY bytes.
 
     Raises:
-        Refused: it is longer.
-        Disconnected: it did not come in full.
+        Refused: the body is longer.
+        Disconnected: the client left before the body was complete.
     """
     too_long = Refused(413, f"the body of a request may have at most {MAX_BODY >> 20} MiB")
     announced = headers.get("Content-Length", "0")
     if not announced.isdecimal() or int(announced) > MAX_BODY:
         raise too_long
+
     body, more = bytearray(), True
     while more:
         message = await receive()
@@ -43,8 +45,12 @@ async def read_body(headers: Headers, receive: Receive) -> bytes:
 
 
 def parsed(body: bytes) -> Any:
-    """A JSON body. vLLM understands more than strict JSON, and so do we. ValueError if nobody
-    understands it."""
+    """Return the parsed JSON body. Like vLLM, accept what Python's `json` accepts beyond strict
+    JSON.
+
+    Raises:
+        ValueError: the body is not JSON.
+    """
     try:
         return msgspec.json.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
@@ -55,14 +61,21 @@ def parsed(body: bytes) -> Any:
 
 
 def misplaced_options(body: Any) -> str | None:
-    """The field of a parsed request that says something of reuse where nothing reads it, such as
-    `extra_body.kv_transfer_params`; None: there is none. A wrapper may be an object or JSON text,
-    within others."""
+    """Return the path of a field that sets reuse options where nothing reads them.
+
+    An example is `extra_body.kv_transfer_params`. Wrappers may be nested, and may hold JSON text
+    instead of an object.
+
+    Returns:
+        The path with dots, or None if nothing is misplaced.
+    """
     if not isinstance(body, dict):
         return None
     if KEY in body:
         return KEY
+
     inner = [(name, body[name]) for name in WRAPPERS if name in body]
+
     while inner:
         path, value = inner.pop()
         if isinstance(value, str):
@@ -76,7 +89,7 @@ def misplaced_options(body: Any) -> str | None:
 
 
 def _object(text: str) -> Any:
-    """What a text says in JSON, None of other texts."""
+    """Return the value of a JSON text, or None if the text is not JSON."""
     try:
         return parsed(text.encode())
     except ValueError:

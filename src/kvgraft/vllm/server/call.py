@@ -1,4 +1,4 @@
-"""One HTTP request on its way to the engine, and which one is being served."""
+"""State of one HTTP request on its way to the engine, and the context variable that holds it."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -14,16 +14,18 @@ class Call:
     """One HTTP request on its way to the engine.
 
     Attributes:
-        salt: the cache key to use as it is; None derives it from the tenant and what the client
-            chose.
-        lora_request: vLLM's, of a request of the server's own that runs under an adapter.
-        kinds: what it is, of `exact_for`: tools.
-        low_priority: nobody waits for it, so all other requests come first.
-        reports: what the engine reported on each prompt of the request, in their order; None until
-            it ends.
-        watched: what the guard notes of its prompts, by vLLM's ids, which clients may choose: not
-            unique on a server.
-        cached: tokens of each that came from a cache, as vLLM counts them; 0 until it says so.
+        principal: the caller.
+        route: path of the HTTP request; empty for an internal request.
+        salt: the cache key to use unchanged; None derives it from the tenant and the client's
+            options.
+        lora_request: vLLM's LoRA request, for an internal request that runs with an adapter.
+        kinds: its kinds in the sense of `--kvgraft-exact-for`, known from the body: `tools` or
+            none.
+        low_priority: the request gives way to all others, because no client waits for it.
+        watched: the guard's record of each prompt, by vLLM's request id. Clients may choose these
+            ids, so they are unique within one call only.
+        reports: the engine's report on each prompt, in order; None until the prompt's answer ends.
+        cached: cached tokens of each prompt, as vLLM counts them; 0 until vLLM reports them.
     """
 
     principal: Principal
@@ -37,12 +39,12 @@ class Call:
     cached: list[int] = field(default_factory=list)
 
     def kinds_of(self, params: Any) -> frozenset[str]:
-        """What a prompt of it is, with these sampling parameters."""
+        """Return the kinds of one prompt, including `json` if its answer has structured output."""
         return self.kinds if params.structured_outputs is None else self.kinds | {JSON}
 
     @classmethod
     def internal_request(cls, cache_salt: str, lora_request: Any = None) -> "Call":
-        """One of the server's own, under this cache key and this adapter."""
+        """Return a low-priority call of the server itself, with this cache key and this adapter."""
         return cls(Principal(LOCAL, is_admin=True), "", cache_salt, lora_request, low_priority=True)
 
 

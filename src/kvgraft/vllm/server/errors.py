@@ -1,4 +1,4 @@
-"""Answers that refuse a request, in the error format of the OpenAI API."""
+"""Error responses in the format of the OpenAI API."""
 
 from http import HTTPStatus
 from typing import Any
@@ -9,13 +9,13 @@ from starlette.types import Receive, Scope, Send
 
 
 class Refused(Exception):
-    """A request is answered with an error.
+    """Refusal of a request, answered with an error.
 
     Args:
-        status: of HTTP.
-        param: what in the request it is about.
+        status: HTTP status code.
+        param: the request field that caused the error.
         challenge: value of the `WWW-Authenticate` header.
-        retry_after_s: seconds after which the client may ask again, for the `Retry-After` header.
+        retry_after_s: seconds after which the client may retry, for the `Retry-After` header.
     """
 
     def __init__(
@@ -33,27 +33,27 @@ class Refused(Exception):
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error object of the OpenAI API."""
+        """Return the error object of the OpenAI API."""
         phrase = HTTPStatus(self.status).phrase
         return {"message": str(self), "type": phrase, "param": self.param, "code": self.status}
 
     @property
     def response(self) -> Response:
-        """What the client gets."""
+        """Return the HTTP response."""
         headers = {"WWW-Authenticate": self.challenge, "Retry-After": self.retry_after_s}
         given = {name: str(value) for name, value in headers.items() if value is not None}
         return JSONResponse({"error": self.error}, self.status, given)
 
 
 async def answer_refusal(_: Request, refused: Exception) -> Response:
-    """Exception handler of the application for Refused."""
+    """Handle `Refused` as an exception handler of the application."""
     if not isinstance(refused, Refused):
         raise refused
     return refused.response
 
 
 async def refuse(refused: Refused, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a connection with an error."""
+    """Answer a connection with an error; a websocket is closed."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008, "reason": str(refused)})
     else:

@@ -1,19 +1,21 @@
-"""Our flags of `kvgraft serve`, beside vLLM's. Needs no vLLM."""
+"""KVGraft's flags of `kvgraft serve`, in addition to vLLM's. This module does not import vLLM."""
 
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Callable
 from typing import Any
 
-PREFIX = "kvgraft_"  # of what the flags are called when they are parsed
+# of the attributes that hold KVGraft's flags after parsing
+PREFIX = "kvgraft_"
 SHARE = "--kvgraft-share"
 
 
 def _kinds(text: str) -> tuple[str, ...]:
-    """By commas."""
+    """Split a comma-separated list."""
     return tuple(text.split(","))
 
 
-FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (  # with one value: name, type, help
+# flags with one value: name, type, help text
+FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (
     (
         "head-map",
         str,
@@ -69,7 +71,8 @@ FLAGS: tuple[tuple[str, Callable[[str], Any], str], ...] = (  # with one value: 
     ("store-shared-timeout", float, "Seconds for which a prompt waits for it."),
     ("store-shared-gib", float, "Size of a shared directory."),
 )
-SWITCHES = (  # name, help
+# flags without a value: name, help text
+SWITCHES = (
     (
         "require-clean-context",
         "Graft only text that stood at the beginning of what it was read in, as pinned text does.",
@@ -84,8 +87,10 @@ SWITCHES = (  # name, help
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Add all of them. None stands for what was not given, since defaults are those of the
-    settings."""
+    """Add all flags of KVGraft to a parser.
+
+    A flag that was not given is None, because the defaults are those of `KVGraftSettings`.
+    """
     group = parser.add_argument_group("KVGraft", "Reuse of known text at any position.")
     group.add_argument(
         "--check",
@@ -143,6 +148,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def _seconds(text: str) -> float:
+    """Return a number of seconds, 0 or more, from the text of a flag."""
     try:
         seconds = float(text)
     except ValueError:
@@ -153,7 +159,7 @@ def _seconds(text: str) -> float:
 
 
 def _add_switches(group: Any) -> None:
-    """Flags without a value."""
+    """Add the flags that take no value."""
     group.add_argument(
         "--kvgraft-continuation",
         action=BooleanOptionalAction,
@@ -167,7 +173,7 @@ def _add_switches(group: Any) -> None:
 
 
 def _add_owners(group: Any) -> None:
-    """Flags about whose text is whose."""
+    """Add the flags about tenants: the admin key, shared namespaces and single-tenant servers."""
     group.add_argument(
         "--kvgraft-admin-key", help="For the segments API; rather set KVGRAFT_ADMIN_KEY."
     )

@@ -1,5 +1,7 @@
-"""Every HTTP request: who calls, how much may be sent, and what answers say of reuse where vLLM
-says less."""
+"""Middleware around every route: authentication, the size of requests, and complete reports.
+
+Reports are added where vLLM's own answers omit them: in streams, and for several prompts.
+"""
 
 import re
 from contextlib import suppress
@@ -25,18 +27,22 @@ _MISPLACED = (
     f'has no effect here: send "{PARAMS}": {{"{KEY}": {{...}}}} at the top level of the request, '
     'beside "model"'
 )
-COMPLETIONS = frozenset({"/v1/completions", "/invocations"})  # one request may have several prompts
+# routes that accept several prompts in one request
+COMPLETIONS = frozenset({"/v1/completions", "/invocations"})
 _USAGE = re.compile(rb'"choices":\[\].*"usage":\{')
-# of Anthropic's Messages API, in the streams of which vLLM reports nothing
+# last event of a stream of Anthropic's Messages API; vLLM puts no report into these streams
 _LAST_MESSAGE = b"event: message_stop\n"
 
 
 class ServerMiddleware:
-    """Pure ASGI; passes what the application sends on as it comes.
+    """ASGI middleware that authenticates each request and sets `CURRENT` to its `Call`.
+
+    It passes messages on one by one, so streams stay streams.
 
     Args:
-        default: what a request that says nothing gets; it may change the options of that policy.
-        finds_tools: whether it matters if a request may call tools.
+        default: options of a request that sets none; its policy's options can be changed per
+            request.
+        finds_tools: whether to find out if a request may call tools (`exact_for` includes tools).
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class ServerMiddleware:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
+
         try:
             path = route_path(scope)
             principal = self._authenticate(path, scope)
@@ -69,10 +76,12 @@ class ServerMiddleware:
             return
         except Disconnected:
             return
+
         kinds = frozenset(
             {TOOLS} if self._finds_tools and body is not None and _may_call_tools(body) else ()
         )
         call = Call(principal, path, kinds=kinds) if principal is not None else None
+
         before = CURRENT.set(call)
         try:
             await self._app(
@@ -82,23 +91,25 @@ class ServerMiddleware:
             CURRENT.reset(before)
 
     def _authenticate(self, path: str, scope: Scope) -> Principal | None:
-        """Who calls; None where that does not matter.
+        """Return the caller, or None on a route that is open to all.
 
         Raises:
-            Refused: no key, an unknown one, one that is not enough, or a path that the application
-                does not have.
+            Refused: the key is missing, unknown or not sufficient, or the application has no such
+                path.
         """
         needed = access(path)
         if needed is Access.OPEN and scope["type"] == "websocket":
             raise Refused(404, "nothing listens to a websocket here")
         if needed is Access.OPEN:
             return None
+
         on_page = path in PAGE_ROUTES
         shown = Headers(scope=scope).get("Authorization")
         principal = self._keyring.principal(shown_key(shown, basic=on_page))
         if principal is None:
             challenge = 'Basic realm="kvgraft", charset="UTF-8"' if path == PAGE else "Bearer"
             raise Refused(401, "no valid API key in the Authorization header", challenge=challenge)
+
         if needed is Access.ADMIN and not _has_route(scope):
             raise Refused(404, "this server has no such path")
         if needed is Access.ADMIN and not principal.is_admin:
@@ -110,14 +121,16 @@ class ServerMiddleware:
         return principal
 
     def _check(self, body: bytes, principal: Principal) -> None:
-        """Refuse bad options here, where a stream still can be: as a status, not within the stream.
+        """Refuse invalid options before a stream begins, so that the client gets an HTTP status.
 
-        The guard of the engine checks again, so a body that is not understood here may pass.
+        A body that cannot be parsed here passes; the engine client checks the options again.
         """
         if PARAMS.encode() not in body and KEY.encode() not in body:
             return
+
         if (path := _misplaced(body)) is not None:
             raise Refused(400, f"{path} {_MISPLACED}", param=path)
+
         if (params := _peek(body).kv_transfer_params) is not None:
             try:
                 self._grants.names_for(principal.tenant, parse_params(params, self._default).shared)
@@ -128,11 +141,13 @@ class ServerMiddleware:
 
 
 class _Peek(msgspec.Struct):
+    """The one field of a request body that is checked before the application runs."""
+
     kv_transfer_params: Any = None
 
 
 def _peek(body: bytes) -> _Peek:
-    """Some fields of a body; nothing of one that is not understood."""
+    """Decode the checked field of a body; every field is None if the body is not strict JSON."""
     try:
         return msgspec.json.decode(body, type=_Peek)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
@@ -140,7 +155,7 @@ def _peek(body: bytes) -> _Peek:
 
 
 def _misplaced(body: bytes) -> str | None:
-    """See `misplaced_options`; None of what nobody understands."""
+    """Return the result of `misplaced_options`, or None if the body is not JSON."""
     try:
         return misplaced_options(parsed(body))
     except ValueError:
@@ -148,7 +163,7 @@ def _misplaced(body: bytes) -> str | None:
 
 
 def _may_call_tools(body: bytes) -> bool:
-    """Whether a request may call tools; what nobody understands might."""
+    """Return whether a request may call tools; True for a body that is not JSON."""
     try:
         found = parsed(body)
     except ValueError:
@@ -159,14 +174,14 @@ def _may_call_tools(body: bytes) -> bool:
 
 
 class _Replay:
-    """Give the body that has been read, then whatever else comes."""
+    """ASGI `receive` that returns the body that was read, then the client's later messages."""
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self._body: bytes | None = body
         self._receive = receive
 
     async def __call__(self) -> Message:
-        """The next message of the client."""
+        """Return the next message of the client."""
         if self._body is None:
             return await self._receive()
         body, self._body = self._body, None
@@ -174,15 +189,18 @@ class _Replay:
 
 
 def _has_route(scope: Scope) -> bool:
-    """Whether the application answers this path, by whatever method."""
+    """Return whether the application has this path, with any method."""
     return any(route.matches(scope)[0] is not Match.NONE for route in scope["app"].routes)
 
 
 def _reporting(call: Call | None, send: Send) -> Send:
-    """`send`, which adds to an answer what vLLM leaves out: in streams the report, of several
-    prompts all but one."""
+    """Wrap `send` to add what vLLM leaves out of an answer.
+
+    In a stream this is the report. For several prompts it is the reports of all prompts but one.
+    """
     if call is None:
         return send
+
     streams, start, whole = False, None, bytearray()
 
     async def send_with_report(message: Message) -> None:
@@ -194,7 +212,8 @@ def _reporting(call: Call | None, send: Send) -> Send:
                 .startswith("text/event-stream")
             )
             if not streams and _has_many(call):
-                start = message  # is held until it is known how long the body will be
+                # hold the headers: the report changes the content length
+                start = message
                 return
         elif start is not None:
             whole.extend(message.get("body", b""))
@@ -211,38 +230,45 @@ def _reporting(call: Call | None, send: Send) -> Send:
 
 
 def _has_many(call: Call) -> bool:
-    """Whether the request has several prompts: vLLM then reports one of them, and counts the cached
-    tokens of one."""
+    """Return whether the request has several prompts.
+
+    vLLM then reports one prompt only, and counts the cached tokens of one.
+    """
     return call.route in COMPLETIONS and len(call.cached) > 1
 
 
 def _takes_report(event: bytes) -> bool:
-    """Whether a server-sent event is the one of its stream that gets the report."""
+    """Return whether a server-sent event is the one of its stream that carries the report."""
     return event.startswith(_LAST_MESSAGE) or _USAGE.search(event) is not None
 
 
 def _reported(event: bytes, call: Call) -> bytes:
-    """One server-sent event with the report in it, where the other answers of vLLM have it."""
+    """Return a server-sent event with the report added, in the field that other answers use."""
     prefix, _, data = event.partition(b"data: ")
     if _has_many(call):
         data = _of_all(data, call)
+
     if not (call.reports and call.reports[0]):
         return prefix + b"data: " + data.rstrip() + b"\n\n"
     try:
         chunk = msgspec.json.decode(data)
     except msgspec.MsgspecError:
         return event
+
     reports = call.reports if _has_many(call) else call.reports[0]
     return prefix + b"data: " + msgspec.json.encode({**chunk, PARAMS: {KEY: reports}}) + b"\n\n"
 
 
 def _of_all(body: bytes, call: Call) -> bytes:
-    """A JSON answer whose report and cached tokens are those of all prompts; another one as it
-    is."""
+    """Return a JSON answer with the reports and cached tokens of all prompts.
+
+    A body that is not a JSON object is returned unchanged.
+    """
     try:
         answer = msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.MsgspecError:
         return body
+
     if answer.get(PARAMS):
         answer[PARAMS] = {KEY: call.reports}
     with suppress(KeyError, TypeError):
@@ -251,7 +277,7 @@ def _of_all(body: bytes, call: Call) -> bytes:
 
 
 def _of_length(start: Message, length: int) -> Message:
-    """The beginning of a response whose body has got another length."""
+    """Return the response start message with a new content length."""
     others = [
         (name, value) for name, value in start["headers"] if name.lower() != b"content-length"
     ]

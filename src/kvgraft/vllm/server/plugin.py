@@ -1,8 +1,8 @@
-"""Adds tenants, reports and our routes to vLLM's API server, through its interface for endpoint
-plugins.
+"""Endpoint plugin that adds tenants, reports and KVGraft's routes to vLLM's API server.
 
-Named `kvgraft` in the entry points of group `vllm.endpoint_plugins`; vLLM loads it only where
-`VLLM_PLUGINS` names it, as `kvgraft serve` does."""
+The plugin is named `kvgraft` in the entry point group `vllm.endpoint_plugins`. vLLM loads it only
+if `VLLM_PLUGINS` names it; `kvgraft serve` sets this variable.
+"""
 
 from argparse import Namespace
 from typing import Any
@@ -17,28 +17,34 @@ from kvgraft.vllm.server.middleware import ServerMiddleware
 from kvgraft.vllm.server.server_state import ServerState
 from kvgraft.vllm.settings import TOOLS
 
-logger = init_logger(f"vllm.{__name__}")  # of vLLM's own handler
+# a child of vLLM's logger, so that its handler prints the messages
+logger = init_logger(f"vllm.{__name__}")
 
 
 class ServerPlugin:
-    """Satisfies `vllm.plugins.endpoint_plugins.interface.EndpointPlugin`."""
+    """Implementation of `vllm.plugins.endpoint_plugins.interface.EndpointPlugin`."""
 
     name = "kvgraft"
-    required_tasks = None  # on every server, lest one go without it
+    # None loads the plugin on every server, whatever tasks its model has
+    required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add our routes, and our middleware around all routes of the server.
+        """Add KVGraft's routes, and its middleware around all routes of the server.
 
-        It takes over the API keys: vLLM's own check knows no tenants and leaves routes open.
+        The middleware checks the API keys instead of vLLM. vLLM's own check knows no tenants and
+        leaves some routes open.
 
         Raises:
             ValueError: the arguments would let tenants share what they must not.
         """
         state = app.state.kvgraft = ServerState(app.state.args)
-        app.state.args.api_key = [""]  # no key for vLLM to check, whatever the environment says
+        # an empty list would make vLLM read VLLM_API_KEY and check keys itself
+        app.state.args.api_key = [""]
+
         app.include_router(pin_routes.router)
         app.include_router(status.router)
         app.add_exception_handler(Refused, answer_refusal)
+
         app.add_middleware(
             ServerMiddleware,
             keyring=state.keyring,
@@ -49,8 +55,10 @@ class ServerPlugin:
         app.add_middleware(DrainMiddleware, drain=state.drain, silence=state.engine_problem)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Guard the engine client, before the server listens; a server that only renders prompts
-        has none."""
+        """Connect the server state to the engine client before the server listens.
+
+        A server that only renders prompts has no engine client.
+        """
         if engine_client is not None:
             state.kvgraft.connect(engine_client)
             if not args.uds:

@@ -1,4 +1,5 @@
-"""`kvgraft serve`: vLLM's API server with our connector, worker, middleware and routes."""
+"""Start of `kvgraft serve`: vLLM's API server with KVGraft's connector, worker, middleware and
+routes."""
 
 import logging
 import os
@@ -26,7 +27,8 @@ from kvgraft.vllm.server.lifecycle import end_children
 from kvgraft.vllm.server.summary import ConfigurationSummary
 from kvgraft.vllm.settings import KVGraftSettings
 
-logger = init_logger(f"vllm.{__name__}")  # of vLLM's own handler
+# a child of vLLM's logger, so that its handler prints the messages
+logger = init_logger(f"vllm.{__name__}")
 PLUGIN, PLUGINS = "kvgraft", "VLLM_PLUGINS"
 ENDPOINTS = "vllm.endpoint_plugins"
 OTHER_GROUPS = (
@@ -49,6 +51,7 @@ def serve(arguments: Sequence[str]) -> None:
             check_config(engine_config(args))
         settings = KVGraftSettings.parse(args.kv_transfer_config.kv_connector_extra_config)
         logger.info("KVGraft: %s", settings.policy_profile or f"policy {settings.default_policy}")
+
     try:
         uvloop.run(run_server(args))
     finally:
@@ -56,7 +59,7 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def summarize(arguments: Sequence[str]) -> ConfigurationSummary:
-    """What `serve` would use; nothing is loaded and nothing listens.
+    """Return the configuration that `serve` would use, without loading a model or listening.
 
     Raises:
         ValueError: the command line cannot be served; the message says why.
@@ -70,7 +73,7 @@ def summarize(arguments: Sequence[str]) -> ConfigurationSummary:
 
 
 def _checked(arguments: Sequence[str]) -> Namespace:
-    """Parsed arguments, of which all was checked that needs no configuration of vLLM."""
+    """Parse the arguments and run every check that needs no vLLM configuration."""
     cli_env_setup()
     args = parse(arguments)
     try:
@@ -86,8 +89,10 @@ def _checked(arguments: Sequence[str]) -> Namespace:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Have vLLM say of a configuration no more than warnings: the rest comes with the one that is
-    used."""
+    """Silence vLLM's log below warnings while a configuration is built only to be checked.
+
+    vLLM logs the same lines again for the configuration that the server uses.
+    """
     theirs = logging.getLogger("vllm")
     level = theirs.level
     theirs.setLevel(max(level, logging.WARNING))
@@ -98,26 +103,33 @@ def _quiet() -> Iterator[None]:
 
 
 def prepare_environment(args: Namespace) -> None:
-    """Set what the processes of the server read from the environment, before any of them starts.
+    """Set the environment variables that the server's processes read, before any of them starts.
 
     Raises:
-        ValueError: this installation does not register our endpoint plugin with vLLM.
+        ValueError: this installation does not register KVGraft's endpoint plugin with vLLM.
     """
     if args.no_kvgraft:
         return
+
     found = list(entry_points(group=ENDPOINTS, name=PLUGIN))
     if not found:
         raise ValueError(
             f"this installation registers no {PLUGIN!r} in {ENDPOINTS}: install kvgraft again"
         )
-    found[0].load()  # vLLM would log an error here and serve without it
+    # load it here to raise its error: vLLM would only log it and serve without the plugin
+    found[0].load()
+
     os.environ[PLUGINS] = allowed_plugins(os.environ.get(PLUGINS))
     os.environ[CONTROL_TOKEN] = secrets.token_hex(32)
 
 
 def allowed_plugins(given: str | None) -> str:
-    """A value of VLLM_PLUGINS that adds ours, and takes no plugin away that vLLM would load without
-    the variable."""
+    """Return a value of VLLM_PLUGINS that adds `kvgraft` and keeps every plugin that vLLM loads
+    now.
+
+    Args:
+        given: the present value; None if it is not set, in which case vLLM loads all plugins.
+    """
     if given is not None:
         names = {name for name in given.split(",") if name}
     else:
