@@ -1,7 +1,8 @@
-"""What is refused in seconds, before vLLM is imported and again before a model is loaded.
+"""Checks that refuse a command line within seconds, before a model is loaded.
 
-`check_arguments` reads a command line without vLLM; `check_parsed` looks at the same things once
-vLLM has parsed it."""
+`check_arguments` reads a command line without importing vLLM. `check_parsed` repeats the checks
+after vLLM has parsed the arguments.
+"""
 
 import difflib
 import errno
@@ -19,22 +20,24 @@ from kvgraft.vllm.limits import cache_dtype_reasons, parallel_reasons
 from kvgraft.vllm.server.flags import PREFIX, add_flags
 from kvgraft.vllm.server.keys import API_KEY, Keys, given_keys
 
-HOST, PORT = "127.0.0.1", 8000  # where a server or a fleet listens unless it is given another place
-OWN = ("--kvgraft-", "--no-kvgraft")  # what our flags begin with
+# default address of a server or a fleet router
+HOST, PORT = "127.0.0.1", 8000
+# prefixes of KVGraft's flags
+OWN = ("--kvgraft-", "--no-kvgraft")
 MAX_PORT = 65535
 
 
 def check_arguments(arguments: Sequence[str], *, listens: bool = True) -> Namespace:
-    """Refuse a command line of `kvgraft serve` that cannot be served, without vLLM.
+    """Refuse a command line of `kvgraft serve` that cannot be served, without importing vLLM.
 
     Args:
-        listens: whether the server will listen where the command line says.
+        listens: whether the server will listen at the address in the command line.
 
     Returns:
-        What was given of the flags that are known here.
+        The values of the flags that are known here.
 
     Raises:
-        ValueError: everything that stands in the way.
+        ValueError: the message lists every problem found.
     """
     dashed = [_dashed(argument) for argument in arguments]
     args, rest = make_parser().parse_known_args(dashed)
@@ -43,22 +46,25 @@ def check_arguments(arguments: Sequence[str], *, listens: bool = True) -> Namesp
     if find_spec("vllm") is None:
         raise ValueError("vLLM is not installed: pip install 'kvgraft[vllm]'")
     if flags & {"--config", "--help"}:
-        return args  # a file may say otherwise: vLLM reads it, and `check_parsed` sees the result
+        # a configuration file may change the values; `check_parsed` sees the result
+        return args
 
     has_model = bool(arguments) and not arguments[0].startswith("-")
     reasons = [*_model_reasons(arguments[0] if has_model else args.model), *_reasons(args, listens)]
+
     in_json = any(flag.startswith("--kv-transfer-config") for flag in flags)
     if not (args.no_kvgraft or in_json):
         reasons += _caught(_check_flags, args)
+
     _refuse(reasons)
     return args
 
 
 def check_parsed(args: Namespace) -> None:
-    """As `check_arguments`, of arguments that vLLM has parsed.
+    """Repeat the checks of `check_arguments` on arguments that vLLM has parsed.
 
     Raises:
-        ValueError: everything that stands in the way.
+        ValueError: the message lists every problem found.
     """
     reasons = list(_reasons(args, listens=True))
     if not args.no_kvgraft:
@@ -67,13 +73,19 @@ def check_parsed(args: Namespace) -> None:
 
 
 def address_reasons(host: str | None, port: int) -> Iterator[str]:
-    """Why nothing could listen at an address now; host None is all interfaces."""
+    """Yield why no server could listen at an address now.
+
+    Args:
+        host: None means all interfaces.
+    """
     if not 0 <= port <= MAX_PORT:
         yield f"--port {port}: allowed are 0 to {MAX_PORT}"
         return
+
     family = socket.AF_INET6 if ":" in (host or "") else socket.AF_INET
     with socket.socket(family) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+        # the option that servers set, too: it allows a port that was closed a moment ago
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind((host or "", port))
         except OSError as error:
@@ -85,7 +97,8 @@ def address_reasons(host: str | None, port: int) -> Iterator[str]:
 
 
 def help_text() -> str:
-    """What `kvgraft serve -h` prints: our flags with their defaults, and where vLLM's are."""
+    """Return the text of `kvgraft serve -h`: KVGraft's flags with their defaults, and vLLM's
+    checked flags."""
     from kvgraft.vllm.settings import KVGraftSettings
 
     parser = make_parser()
@@ -97,7 +110,10 @@ def help_text() -> str:
 
 
 def make_parser() -> ArgumentParser:
-    """Our flags, and those of vLLM that are checked here, with the defaults of `kvgraft serve`."""
+    """Return a parser of KVGraft's flags and of the vLLM flags that are checked here.
+
+    Its defaults are those of `kvgraft serve`.
+    """
     parser = _Parser(
         prog="kvgraft serve",
         usage="kvgraft serve [MODEL] [options]",
@@ -105,6 +121,7 @@ def make_parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     add_flags(parser)
+
     group = parser.add_argument_group("Of vLLM", "These and all others: kvgraft serve --help=all")
     group.add_argument("--model", help="Directory or name, as MODEL; the bundled one by default.")
     group.add_argument("--host", default=HOST, help="Where the server listens.")
@@ -124,32 +141,38 @@ def make_parser() -> ArgumentParser:
         ("-pcp", "prefill-context"),
     ):
         group.add_argument(short, f"--{name}-parallel-size", type=int, default=1, help="1 only.")
+
     return parser
 
 
 class _Parser(ArgumentParser):
-    """Raises ValueError where others print their usage and exit."""
+    """Argument parser that raises ValueError instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def _shown(default: Any) -> str:
-    """A default as a user would write it."""
+    """Return a default value in the form in which a user would write it."""
     if default in ((), MAX_DEPTH):
         return "none" if default == () else "no limit"
     return ("off", "on")[default] if isinstance(default, bool) else str(default)
 
 
 def _dashed(argument: str) -> str:
-    """A flag as vLLM takes it, too: with dashes in the place of underscores."""
+    """Replace underscores in a flag's name by dashes, because vLLM accepts both."""
     flag, equals, value = argument.partition("=")
     return f"{flag.replace('_', '-')}{equals}{value}" if flag.startswith("--") else argument
 
 
 def _check_spelling(unknown: Iterable[str]) -> None:
-    """Raise ValueError of what can only be meant as a flag of ours. What begins one flag is left to
-    vLLM's parser."""
+    """Refuse misspelled KVGraft flags.
+
+    A unique abbreviation of a known flag is left to vLLM's parser.
+
+    Raises:
+        ValueError: a flag begins like KVGraft's flags and does not exist.
+    """
     known = [flag for flag in make_parser()._option_string_actions if flag.startswith("--")]
     for flag in unknown:
         if not flag.startswith(OWN) or sum(name.startswith(flag) for name in known) == 1:
@@ -160,7 +183,7 @@ def _check_spelling(unknown: Iterable[str]) -> None:
 
 
 def _reasons(args: Namespace, listens: bool) -> Iterator[str]:
-    """Why these arguments cannot be served, but for our settings."""
+    """Yield why these arguments cannot be served, KVGraft's settings aside."""
     if listens and args.uds is None:
         yield from address_reasons(args.host, args.port)
     elif listens:
@@ -177,14 +200,22 @@ def _reasons(args: Namespace, listens: bool) -> Iterator[str]:
 
 
 def _check_flags(args: Namespace) -> None:
-    """Raise OSError or ValueError of settings that flags give."""
+    """Check the settings that flags give.
+
+    Raises:
+        OSError, ValueError: a setting cannot be used.
+    """
     from kvgraft.vllm.settings import given_settings
 
     _check_settings(given_settings(args))
 
 
 def _check_settings(given: Mapping[str, Any]) -> None:
-    """Raise OSError or ValueError of settings, and of files and directories that they name."""
+    """Check settings, and the files and directories that they name.
+
+    Raises:
+        OSError, ValueError: a setting cannot be used.
+    """
     from kvgraft.kv.heads import HeadMap
     from kvgraft.segments.store.secret import check_secret
     from kvgraft.vllm.settings import KVGraftSettings
@@ -198,8 +229,10 @@ def _check_settings(given: Mapping[str, Any]) -> None:
 
 
 def _model_reasons(model: str | None) -> Iterator[str]:
-    """Why there is no such model; one that can be fetched is one, and names with a slash are vLLM's
-    affair."""
+    """Yield why there is no such model.
+
+    A model that can be fetched counts as present. Names with a slash are left to vLLM.
+    """
     from kvgraft.models import KNOWN, find_model, is_name
 
     if model is None or model in KNOWN:
@@ -211,6 +244,7 @@ def _model_reasons(model: str | None) -> Iterator[str]:
 
 
 def _socket_reasons(path: Path) -> Iterator[str]:
+    """Yield why no server can listen at this path of a Unix socket."""
     if path.exists():
         yield f"--uds {path}: there is such a file; if no server listens there, remove it"
     elif not path.parent.is_dir():
@@ -218,15 +252,18 @@ def _socket_reasons(path: Path) -> Iterator[str]:
 
 
 def _tls_reasons(args: Namespace) -> Iterator[str]:
+    """Yield why the TLS files cannot be used."""
     files = {
         f"--ssl-{n.replace('_', '-')}": getattr(args, f"ssl_{n}")
         for n in ("keyfile", "certfile", "ca_certs")
     }
+
     given = {flag: path for flag, path in files.items() if path is not None}
     missing = [f"{flag} {path}" for flag, path in given.items() if not Path(path).is_file()]
     yield from (f"{named}: there is no such file; give one in PEM format" for named in missing)
     if missing or not given:
         return
+
     if args.ssl_certfile is None:
         yield f"{' '.join(given)}: TLS needs --ssl-certfile, too"
         return
@@ -241,7 +278,7 @@ def _tls_reasons(args: Namespace) -> Iterator[str]:
 
 
 def _caught(check: Callable[..., object], *args: Any) -> Iterator[str]:
-    """What a check says that fails."""
+    """Yield the error message of a check, if it fails."""
     try:
         check(*args)
     except OSError as error:
@@ -251,5 +288,6 @@ def _caught(check: Callable[..., object], *args: Any) -> Iterator[str]:
 
 
 def _refuse(reasons: Iterable[str]) -> None:
+    """Raise ValueError with all reasons, each once, if there are any."""
     if found := list(dict.fromkeys(reasons)):
         raise ValueError("; ".join(found))

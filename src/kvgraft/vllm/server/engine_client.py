@@ -1,5 +1,4 @@
-"""The one gate to the engine: whatever a route sends, the request that leaves carries its tenant's
-cache key."""
+"""Gate to the engine: every request that leaves the API server carries its tenant's cache key."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -20,17 +19,17 @@ from kvgraft.vllm.server.request_log import Entry, RequestLog
 from kvgraft.vllm.server.sharing import SHARED, Grants
 from kvgraft.vllm.server.tenancy import Principal, Salts, Tenant
 
-# says vLLM's scheduler
+# error text of vLLM's scheduler
 NOT_RESET = "Failed to reset KV cache even when all the running requests are preempted"
-MAX_MESSAGE = 300  # characters of an error that repeats what the client sent
+# characters; the error may repeat text that the client sent
+MAX_MESSAGE = 300
 
 
 def parse_params(params: Any, default: RequestOptions) -> RequestOptions:
-    """The options in a request's `kv_transfer_params`.
+    """Return the options in a request's `kv_transfer_params`.
 
     Raises:
-        ValueError: a field that does not exist or a value that is not allowed; the message names
-            it.
+        ValueError: a field does not exist or a value is not allowed; the message names it.
     """
     try:
         if not isinstance(params, Mapping):
@@ -40,24 +39,27 @@ def parse_params(params: Any, default: RequestOptions) -> RequestOptions:
         given = params.get(KEY, {})
         if not isinstance(given, Mapping):
             raise ValueError(f"{PARAMS}.{KEY} must be an object, got {type(given).__name__}")
-        msgspec.msgpack.encode(given)  # as it will travel to the engine
+        # fail here if the options cannot be encoded for the engine
+        msgspec.msgpack.encode(given)
         return RequestOptions.parse(given, default)
     except (ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{PARAMS}.{KEY}: {error}"[:MAX_MESSAGE]) from error
 
 
 class TenantEngineClient:
-    """Stands before vLLM's engine client, so that no route can reach the engine around it.
+    """Wrapper of vLLM's engine client that sets cache keys, checks options and logs requests.
+
+    It replaces methods on vLLM's own instance, so no route can reach the engine without it.
 
     Args:
-        client: vLLM's `AsyncLLM`; four of its entrances are replaced on this instance, one of its
-            output processor.
+        client: vLLM's `AsyncLLM`. Three of its methods are replaced on this instance, one of its
+            engine core client, and one of its output processor.
 
     Attributes:
-        before_request: awaited before a request enters the engine that does not yield to others.
-        guard: of the answers' quality, if there is one.
+        before_request: awaited before a request enters the engine, except low-priority requests.
+        guard: the quality guard, or None.
         exact_for: kinds of requests that get exact KV.
-        num_waiting: requests that wait for their first token, without those that yield to others.
+        num_waiting: requests that wait for their first token, without low-priority requests.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class TenantEngineClient:
         self.guard: ServerGuard | None = None
         self.exact_for: frozenset[str] = frozenset()
         self.num_waiting = 0
+
         self._client = client
         self._generate, client.generate = client.generate, self.generate
         self._reset, client.reset_prefix_cache = client.reset_prefix_cache, self.reset_prefix_cache
@@ -91,14 +94,14 @@ class TenantEngineClient:
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
-        """As vLLM's own, which it calls; refuses bad options before anything runs.
+        """Check the request's options, then call vLLM's `generate`.
 
         Raises:
-            VLLMValidationError: the request's `kv_transfer_params` are not what `parse_params`
-                allows.
+            VLLMValidationError: `parse_params` does not allow the request's `kv_transfer_params`.
             NotGranted: they name a shared namespace that is not granted to the caller.
         """
         params, call, options = _params_of(sampling_params), CURRENT.get(), self._default
+
         if params is not None:
             try:
                 options = parse_params(params, self._default)
@@ -110,14 +113,17 @@ class TenantEngineClient:
                     self._grants.names_for(call.principal.tenant, options.shared)
             except ValueError as error:
                 raise VLLMValidationError(str(error), parameter=f"{PARAMS}.{KEY}") from error
+
         if call is None:
             return self._generate(prompt, sampling_params, request_id, *args, **kwargs)
+
         watched = None
         if isinstance(sampling_params, SamplingParams) and options.is_approximate:
             if call.kinds_of(sampling_params) & self.exact_for:
                 sampling_params = exact(sampling_params, "exact_for")
             elif self.guard is not None:
                 sampling_params, watched = self.guard.begin(call, sampling_params, options)
+
         call.reports.append(None)
         call.cached.append(0)
         outputs = self._generate(prompt, sampling_params, request_id, *args, **kwargs)
@@ -126,11 +132,12 @@ class TenantEngineClient:
         return self._watch(call, len(call.reports) - 1, outputs, request_id)
 
     async def admit(self, request: Any) -> None:
-        """Set the cache key of an `EngineCoreRequest`, say what is shared with it, and send it to
-        the engine."""
+        """Set the cache key of an `EngineCoreRequest`, add its grants, and send it to the
+        engine."""
         call = CURRENT.get()
         if call is None or not call.low_priority:
             await self.before_request()
+
         if call is None:
             request.cache_salt = self._salts.nobody()
         elif call.salt is not None:
@@ -141,15 +148,18 @@ class TenantEngineClient:
                 call.principal.tenant, given.get("namespace", ""), request.cache_salt
             )
             self._share(request, self._grants.names_for(call.principal.tenant, given.get("shared")))
+
         name = getattr(request, "external_req_id", None) or request.request_id
         if call is not None and (watched := call.watched.get(name)) is not None:
             watched.cache_salt, watched.request_id = request.cache_salt, request.request_id
             watched.lora_request = request.lora_request
+
         await self._admit(request)
 
     def _share(self, request: Any, names: Sequence[str]) -> None:
-        """Let a request graft from these shared namespaces."""
-        if names and request.sampling_params is not None:  # others never graft
+        """Allow a request to graft from these shared namespaces."""
+        # requests without sampling parameters never graft
+        if names and request.sampling_params is not None:
             salts = [self._salts.of(SHARED, name) for name in names]
             granted = {GRANTED: granted_params(request.cache_salt, salts)}
             params, extra = (
@@ -159,11 +169,16 @@ class TenantEngineClient:
             request.sampling_params.extra_args = {**extra, PARAMS: {**params, **granted}}
 
     async def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """As vLLM's own, which it calls; False while a prompt is recovered, where vLLM preempts all
-        that runs, cannot preempt that, and raises an error."""
+        """Drop the guard's waiting answers, then call vLLM's `reset_prefix_cache`.
+
+        Returns:
+            False also if a prompt is being recovered. vLLM preempts all running requests, cannot
+                preempt that one, and raises an error.
+        """
         await self.before_request()
         if self.guard is not None:
             await self.guard.reset()
+
         try:
             return bool(await self._reset(*args, **kwargs))
         except Exception as error:
@@ -172,23 +187,26 @@ class TenantEngineClient:
             return False
 
     async def add_lora(self, lora_request: Any) -> bool:
-        """As vLLM's own, which it calls. Answers of an adapter that gets other weights are not
-        scored any more."""
+        """Call vLLM's `add_lora`.
+
+        If an adapter's weights are replaced, the guard drops its waiting answers, which may be of
+        the old weights.
+        """
         if lora_request.load_inplace and self.guard is not None:
             await self.guard.reset()
         return bool(await self._add_lora(lora_request))
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is in flight."""
+        """Return whether no request is in flight."""
         return not self._client.output_processor.has_unfinished_requests()
 
     async def abort(self, request_id: str) -> None:
-        """End a request of `operate` wherever it is, if there is such a one."""
+        """Abort a request of `operate`, if it is still running."""
         await self._client.abort(request_id)
 
     async def abort_all(self) -> None:
-        """End all requests, whoever has sent them."""
+        """Abort all requests of all clients."""
         await self._client.abort([*self._client.output_processor.request_states], internal=True)
 
     async def control(
@@ -199,12 +217,16 @@ class TenantEngineClient:
         token_ids: list[int],
         lora_request: Any = None,
     ) -> dict[str, Any]:
-        """Run an operation on the pinned documents of one namespace; `token_ids` is the text to
-        pin, which is read under this adapter of vLLM's.
+        """Run an operation on the pinned documents of one namespace.
+
+        Args:
+            token_ids: the text to pin; operations other than `pin` ignore it.
+            lora_request: vLLM's LoRA request of the adapter with which the text is computed, or
+                None.
 
         Returns:
-            The engine's answer, see `PinControls.apply`; empty if the engine has no connector of
-            ours.
+            The engine's answer, see `PinControls.apply`; empty if the engine does not use KVGraft's
+                connector.
 
         Raises:
             VLLMValidationError: the text is longer than the model allows.
@@ -219,8 +241,11 @@ class TenantEngineClient:
     async def operate(
         self, call: Call, control: Control, token_ids: list[int], request_id: str
     ) -> dict[str, Any]:
-        """Run an operation; returns the engine's answer, empty if it was aborted or the engine has
-        no connector of ours.
+        """Run a control operation as a request.
+
+        Returns:
+            The engine's answer; empty if the request was aborted, or if the engine does not use
+                KVGraft's connector.
 
         Raises:
             VLLMValidationError: the prompt is longer than the model allows.
@@ -236,10 +261,10 @@ class TenantEngineClient:
         request_id: str,
         **sampling: Any,
     ) -> Any | None:
-        """A request of ours with these `kv_transfer_params` and sampling parameters.
+        """Run an internal request with these `kv_transfer_params` and sampling parameters.
 
         Returns:
-            vLLM's last output, None if it was aborted.
+            vLLM's last output, or None if the request was aborted.
 
         Raises:
             VLLMValidationError: the prompt is longer than the model allows.
@@ -251,6 +276,7 @@ class TenantEngineClient:
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={PARAMS: params},
         )
+
         before, last = CURRENT.set(call), None
         try:
             prompt, lora = tokens_input(token_ids), call.lora_request
@@ -266,8 +292,9 @@ class TenantEngineClient:
     async def _watch(
         self, call: Call, slot: int, outputs: AsyncGenerator[Any, None], request_id: str
     ) -> AsyncGenerator[Any, None]:
-        """Pass outputs on; what the last one reports is known before it is passed on."""
+        """Pass outputs on, and record the report of the last one before the caller gets it."""
         last, waits, watched = None, True, call.watched.get(request_id)
+
         self.num_waiting += 1
         try:
             async with aclosing(outputs):
@@ -284,7 +311,8 @@ class TenantEngineClient:
                             self.guard.end(watched, report)
                     yield output
         except (VLLMClientError, GracefulHTTPError):
-            raise  # refused before it ran
+            # do not log a request that was refused before it ran
+            raise
         except BaseException:
             self._request_log.add(Entry.of(call.principal.tenant, call.route, last))
             raise
@@ -296,9 +324,9 @@ class TenantEngineClient:
 
 
 async def _nothing() -> None:
-    """There is nothing to do."""
+    """Do nothing: the default of `before_request`."""
 
 
 def _params_of(sampling_params: Any) -> Any:
-    """The `kv_transfer_params` that vLLM carries in the extra arguments, or None."""
+    """Return the `kv_transfer_params` in the sampling parameters' extra arguments, or None."""
     return (getattr(sampling_params, "extra_args", None) or {}).get(PARAMS)

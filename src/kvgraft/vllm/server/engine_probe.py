@@ -1,4 +1,4 @@
-"""How long the engine has not answered: a frozen engine ends no request and raises no error."""
+"""Probe of the engine's silence: a frozen engine ends no request and raises no error."""
 
 import asyncio
 import time
@@ -9,23 +9,25 @@ from vllm.platforms import current_platform
 
 from kvgraft.vllm.server.metrics import EngineSilence
 
-PERIOD_S = 1.0  # between an answer and the next question
+# between an answer and the next question
+PERIOD_S = 1.0
 ACCELERATOR_LIMIT_S = 120.0
 CPU_MARGIN_S = 30.0
 
 
 def default_limit_s() -> float:
-    """Seconds of silence after which an engine counts as frozen.
+    """Return the seconds of silence after which an engine counts as frozen.
 
     An engine answers between its steps. On a CPU a step may take minutes, but no longer than vLLM's
-    executor waits for its workers; then vLLM ends the engine itself."""
+    executor waits for its workers. After that time vLLM ends the engine itself.
+    """
     if current_platform.is_cpu():
         return float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS) + CPU_MARGIN_S
     return ACCELERATOR_LIMIT_S
 
 
 class EngineProbe:
-    """Asks the engine a small question all the time, and exports the age of its last answer.
+    """Periodic question to the engine; it exports the age of the last answer as a metric.
 
     Args:
         client: vLLM's `AsyncLLM`.
@@ -45,16 +47,16 @@ class EngineProbe:
 
     @property
     def problem(self) -> str | None:
-        """Why the engine is not healthy; None if it is."""
+        """Error message if the engine counts as frozen, else None."""
         silent_s = self.silent_s
         if not self._limit_s or silent_s <= self._limit_s:
             return None
         return f"the engine has not answered for {silent_s:.0f} s, the limit is {self._limit_s:g} s"
 
     async def _run(self) -> None:
-        """Ask until the engine is dead, which vLLM notices itself."""
+        """Ask until the engine is dead; vLLM notices a dead engine itself."""
         while True:
-            # answered by the engine's main loop, which has no step to run for it
+            # the engine's main loop answers this question, and needs no step for it
             await self._client.is_paused()
             self._answered = time.monotonic()
             await asyncio.sleep(PERIOD_S)

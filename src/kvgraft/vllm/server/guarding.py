@@ -1,5 +1,4 @@
-"""The guard of one server: which requests are watched, at which level they are answered, and what
-metrics say of it."""
+"""Connection of the quality guard to one server: watched requests, levels and metrics."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,12 +21,14 @@ from kvgraft.vllm.server.metrics import GuardMetrics
 from kvgraft.vllm.server.scorer import AnswerSample, EngineGate, Scorer
 from kvgraft.vllm.settings import SHADOW, KVGraftSettings
 
-PENDING = "pending"  # in a report: its answer will be scored
+# value of a report's `guard` field: the answer will be scored
+PENDING = "pending"
 APPROXIMATE = (Outcome.GRAFTED, Outcome.CONTINUED)
 
 
 class ServerGuard:
-    """Beside the gate to the engine, `engine_client`."""
+    """Quality guard of one server, called by `TenantEngineClient` at the start and end of
+    requests."""
 
     def __init__(
         self, settings: KVGraftSettings, engine_client: EngineGate, model_name: str
@@ -38,6 +39,7 @@ class ServerGuard:
             default=settings.default.policy,
             on_transition=self._moved,
         )
+
         self.metrics = GuardMetrics(model_name)
         profile = settings.policy_profile
         self._scorer = Scorer(engine_client, settings.guard_tokens, self.scored, self.metrics)
@@ -48,16 +50,21 @@ class ServerGuard:
     def begin(
         self, call: Call, params: Any, options: RequestOptions
     ) -> tuple[Any, LogprobRecorder]:
-        """A request that may be approximate is about to enter the engine: the sampling parameters
-        with which it does, and what is noted of it."""
+        """Register a request that may use approximate KV, before it enters the engine.
+
+        Returns:
+            The sampling parameters for the engine, and the recorder of the request's answer.
+        """
         can = can_be_watched(params)
         ticket = self.guard.admit(
             options.policy, guarded=options.quality == GUARDED, can_be_watched=can
         )
+
         if ticket.level is Level.EXACT:
             params = exact(params, "guard_tripped")
         elif ticket.level is Level.LARGER_BUDGET:
             params = _with_policy(params, str(ticket.policy))
+
         one = LogprobRecorder(ticket, call.principal.tenant.label)
         if ticket.is_watched:
             params, one.kind = watched(params), params.output_kind
@@ -66,19 +73,23 @@ class ServerGuard:
         return params, one
 
     def end(self, one: LogprobRecorder, report: dict[str, Any] | None) -> None:
-        """Its answer has ended; the engine's report of it is completed."""
+        """Complete the engine's report of an answer that has ended, and queue the answer for
+        scoring."""
         if report is None:
             return
         ticket = one.ticket
         if ticket.level is not Level.AS_ASKED:
             report["guard"] = ticket.level.name.lower()
+
         would = report["shadow_graftable_tokens"]
         if report["outcome"] not in APPROXIMATE and not would:
             return
+
         self.metrics.approximate.labels(ticket.name).inc()
         grafted = (report["grafted_tokens"] + would) / report["prompt_tokens"]
         if not self.guard.chooses(ticket, report["depth"], grafted):
             return
+
         if not one.is_whole:
             self.metrics.answers.labels("empty").inc()
         elif self._scorer.add(AnswerSample.of(one, report["depth"], would=bool(would))):
@@ -87,23 +98,27 @@ class ServerGuard:
             self.metrics.answers.labels("dropped").inc()
 
     def scored(self, sample: AnswerSample, distances: Mapping[str, float]) -> None:
-        """An answer has been scored."""
+        """Record the distances of an answer that was scored."""
         sample.found.update(distances)
         self.guard.add(sample.ticket, sample.tenant, distances)
         self.metrics.observe(sample.ticket.name, sample.depth, distances)
         self.metrics.bound(sample.ticket.name, self.guard.policy_view(sample.ticket.name))
 
     async def reset(self) -> None:
-        """The prefix cache is about to be reset: answers that wait to be scored may be of old
+        """Drop the answers that wait to be scored: after a cache reset the model may have other
         weights."""
         await self._scorer.reset()
 
     def view(self, tenant: str | None) -> dict[str, Any]:
-        """For the page: see `Guard.view`; `order_noise` is the unit of KL, in nats, if a profile
-        knows it."""
+        """Return the results for the status page: those of `Guard.view`, and `order_noise`.
+
+        `order_noise` is the KL, in nats, that another order of the same documents causes; None if
+        no profile knows it.
+        """
         return {**self.guard.view(tenant), "order_noise": self._noise}
 
     def _moved(self, name: str, transition: Transition) -> None:
+        """Count a change of a circuit breaker's level."""
         self.metrics.transitions.labels(
             name, transition.after.name.lower(), transition.reason
         ).inc()
@@ -111,19 +126,19 @@ class ServerGuard:
 
 
 def exact(params: Any, reason: str) -> Any:
-    """Sampling parameters of a request that is to be answered with exact KV, with the reason for
-    its report."""
+    """Return sampling parameters that request exact KV, with the reason for the report."""
     return _with_params(params, {EXACT_BECAUSE: reason})
 
 
 def _with_policy(params: Any, policy: str) -> Any:
-    """Sampling parameters of a request that is to have this policy instead of its own."""
+    """Return sampling parameters with this policy in place of the one that the client asked for."""
     given = ((params.extra_args or {}).get(PARAMS) or {}).get(KEY) or {}
     kept = {name: value for name, value in given.items() if name in OWN_FIELDS}
     return _with_params(params, {KEY: {**kept, "policy": policy}})
 
 
 def _with_params(params: Any, changes: Mapping[str, Any]) -> Any:
+    """Return a copy of sampling parameters with changes to their `kv_transfer_params`."""
     changed, extra = params.clone(), params.extra_args or {}
     changed.extra_args = {**extra, PARAMS: {**(extra.get(PARAMS) or {}), **changes}}
     return changed

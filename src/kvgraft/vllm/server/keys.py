@@ -1,5 +1,4 @@
-"""Who may reach a server: its API keys and its admin key, and what must not be open to the
-network."""
+"""API keys and admin key of a server, and the check that no shared cache is open to the network."""
 
 import ipaddress
 import os
@@ -9,16 +8,17 @@ from dataclasses import dataclass, field
 
 ADMIN_KEY = "KVGRAFT_ADMIN_KEY"
 SINGLE_TENANT = "KVGRAFT_SINGLE_TENANT"
-API_KEY = "VLLM_API_KEY"  # what vLLM itself reads where no --api-key is given
+# variable that vLLM reads if --api-key is not given
+API_KEY = "VLLM_API_KEY"
 RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of a server; without API keys it has one tenant.
+    """Keys of a server. Without API keys it has one tenant.
 
     Raises:
-        ValueError: a key that is empty, given twice, or both an API key and the admin key.
+        ValueError: a key is empty, given twice, or both an API key and the admin key.
     """
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -34,23 +34,27 @@ class Keys:
 
     @classmethod
     def of(cls, args: Namespace) -> "Keys":
-        """From the parsed arguments of `kvgraft serve` or `vllm serve`, and the environment.
+        """Read the keys from the parsed arguments of `kvgraft serve` or `vllm serve`, and the
+        environment.
 
         Raises:
             ValueError: a key is empty, the keys contradict each other, or tenants would share what
                 they must not.
         """
         api_keys = given_keys("--api-key", args.api_key, API_KEY)
+
         admin_key = getattr(args, "kvgraft_admin_key", None)
         [admin_key] = given_keys(
             "--kvgraft-admin-key", None if admin_key is None else [admin_key], ADMIN_KEY
         ) or [None]
+
         keys = cls(api_keys, admin_key)
         if len(keys.api_keys) > 1 and os.environ.get(RESPONSES_STORE, "0") != "0":
             raise ValueError(
                 f"vLLM's store of responses knows no tenants: unset {RESPONSES_STORE} or keep one "
                 "API key"
             )
+
         declared = (
             getattr(args, "kvgraft_single_tenant", False) or os.environ.get(SINGLE_TENANT) == "1"
         )
@@ -61,12 +65,15 @@ class Keys:
 def check_exposure(
     api_keys: Sequence[str], *, host: str | None, uds: str | None, single_tenant: bool
 ) -> None:
-    """Raise ValueError if whoever reaches the server would share one cache unasked.
+    """Refuse a server without API keys that listens beyond loopback, unless that was asked for.
 
     Args:
         host: listening address; None listens on every interface.
         uds: path of a Unix socket, used instead of `host`.
-        single_tenant: the operator said that all who reach the server belong together.
+        single_tenant: the operator declared that all callers belong together.
+
+    Raises:
+        ValueError: callers would share one cache without anyone having asked for it.
     """
     if api_keys and single_tenant:
         raise ValueError(
@@ -81,8 +88,11 @@ def check_exposure(
 
 
 def given_keys(flag: str, keys: Sequence[str] | None, variable: str) -> tuple[str, ...]:
-    """The keys of a flag, or else of a variable; ValueError if one is there and empty: that is not
-    "no key"."""
+    """Return the keys of a flag, or else of an environment variable.
+
+    Raises:
+        ValueError: a key is empty. An empty key does not mean "no key".
+    """
     source = flag
     if keys is None and (found := os.environ.get(variable)) is not None:
         keys, source = [found], variable
@@ -92,6 +102,7 @@ def given_keys(flag: str, keys: Sequence[str] | None, variable: str) -> tuple[st
 
 
 def _is_loopback(host: str | None) -> bool:
+    """Return whether a host is `localhost` or a loopback address."""
     if host == "localhost":
         return True
     try:

@@ -1,5 +1,5 @@
-"""The end of a server: what runs may finish, what is new is refused, and no process of the server
-outlives it."""
+"""Shutdown of a server: running requests may finish, new ones are refused, no process is left
+behind."""
 
 import asyncio
 import os
@@ -19,20 +19,24 @@ from kvgraft.vllm.server.access import HEALTH_ROUTES, METRICS_ROUTES, PAGE_ROUTE
 from kvgraft.vllm.server.errors import Refused, refuse
 
 logger = init_logger(f"vllm.{__name__}")
-DRAIN_S = 30  # default of vLLM's --shutdown-timeout, which is 0 in vLLM
-END_S = 10.0  # for the engine to end after the drain, then all processes are killed
-CLOSE_S = 1.0  # for clients to read the error at the end of their answer
+# default of --shutdown-timeout, which is 0 in vLLM
+DRAIN_S = 30
+# time for the engine to end after the drain; then all processes are killed
+END_S = 10.0
+# time for clients to read the error at the end of their answer
+CLOSE_S = 1.0
 POLL_S = 0.05
 RETRY_AFTER_S = 5
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 OPEN_IN_DRAIN = METRICS_ROUTES | PAGE_ROUTES
-NAMED_EVENTS = ("/v1/messages", "/v1/responses")  # whose server-sent events have a name
-# processes below this one; one whose parent has died is found here only
+# routes whose server-sent events have a name
+NAMED_EVENTS = ("/v1/messages", "/v1/responses")
+# Every child process seen. A grandchild whose parent has died can be found in this set only.
 _seen: set[psutil.Process] = set()
 
 
 class CutOff(Refused):
-    """A request still ran at the end of the drain."""
+    """Error of a request that was still running when the drain ended."""
 
     def __init__(self) -> None:
         message = "the server was shut down before this answer was complete"
@@ -40,16 +44,16 @@ class CutOff(Refused):
 
 
 class Drain:
-    """The state of a server that was signalled to end.
+    """State of a server's shutdown.
 
-    The first signal starts the drain: requests that run have `limit_s` seconds. The second one ends
-    the server at once. A timer kills all processes if anything hangs.
+    The first signal starts the drain: running requests have `limit_s` seconds to finish. A second
+    signal ends the server at once. A timer kills all processes if anything hangs.
 
     Args:
         limit_s: seconds; 0 ends all requests at once.
 
     Attributes:
-        abort_requests: called when the drain ends, to abort what the engine still runs.
+        abort_requests: called when the drain ends, to abort requests that still run in the engine.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -61,14 +65,15 @@ class Drain:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the server was signalled to end."""
+        """Return whether the first signal has arrived."""
         return self._task is not None
 
     def watch_signals(self, server: Any) -> None:
-        """Replace vLLM's signal handlers, which end the engine before the requests that run in it.
+        """Replace vLLM's signal handlers, which end the engine before its running requests are
+        complete.
 
         Args:
-            server: uvicorn's; it ends by its `should_exit`.
+            server: uvicorn's server; setting its `should_exit` ends it.
         """
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
@@ -76,10 +81,10 @@ class Drain:
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
-        """Count a request as running.
+        """Count a request as running while the context is open.
 
         Raises:
-            CutOff: the drain has ended before the request.
+            CutOff: the drain ended before the request did.
         """
         limit = asyncio.timeout(None)
         try:
@@ -94,19 +99,23 @@ class Drain:
             self._running.discard(limit)
 
     def _on_signal(self, number: int, server: Any) -> None:
+        """Start the drain, or end the server if the drain has already begun."""
         if self.has_begun:
             logger.warning("KVGraft: signalled a second time: ends at once")
             _end_now(128 + number)
+
         logger.info(
             "KVGraft: drains %d requests for up to %s s; a second signal ends at once",
             len(self._running),
             self._limit_s,
         )
+
         note_children()
         self._end_after(self._limit_s + CLOSE_S + END_S)
         self._task = asyncio.get_running_loop().create_task(self._run(server))
 
     async def _run(self, server: Any) -> None:
+        """Wait for the running requests, abort the others at the limit, and let uvicorn exit."""
         loop = asyncio.get_running_loop()
         limit = loop.time() + self._limit_s
         for running in self._running:
@@ -115,7 +124,7 @@ class Drain:
         while self._running and loop.time() < limit + CLOSE_S:
             await asyncio.sleep(POLL_S)
 
-        # From here on nothing depends on clients, so the engine gets END_S from now, not from the
+        # From here on nothing waits for clients, so the engine gets END_S from now, not from the
         # limit.
         self._end_after(END_S)
         if self.abort_requests is not None:
@@ -123,7 +132,8 @@ class Drain:
         server.should_exit = True
 
     def _end_after(self, seconds: float) -> None:
-        """Set the timer; it runs in a thread, as the event loop may hang."""
+        """Start the timer that kills all processes. It runs in a thread because the event loop may
+        hang."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = threading.Timer(seconds, _end_late)
@@ -132,11 +142,13 @@ class Drain:
 
 
 class DrainMiddleware:
-    """Pure ASGI, outside of all others. While the server drains, health and new requests get 503,
-    and answers that are cut off at the limit get an error.
+    """Outermost ASGI middleware, which refuses requests during a drain and reports a frozen engine.
+
+    During a drain, health checks and new requests get status 503. Answers that are cut off at the
+    limit end with an error. Health checks also get 503 if the engine is frozen.
 
     Args:
-        silence: says why the engine is not healthy, or None.
+        silence: returns why the engine is not healthy, or None.
     """
 
     def __init__(self, app: ASGIApp, drain: Drain, silence: Callable[[], str | None]) -> None:
@@ -145,7 +157,7 @@ class DrainMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
         if scope["type"] == "lifespan":
-            # vLLM has set its signal handlers by now, and sets no others
+            # vLLM sets its signal handlers before this point, and none later
             if (server := getattr(scope["app"].state, "server", None)) is not None:
                 self._drain.watch_signals(server)
             await self._app(scope, receive, send)
@@ -166,7 +178,7 @@ class DrainMiddleware:
             await self._serve(path, scope, receive, send)
 
     async def _serve(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request until it ends, or the drain does."""
+        """Serve a request until it ends or the drain ends."""
         answer = _Answer(send)
         try:
             async with self._drain.request():
@@ -178,7 +190,7 @@ class DrainMiddleware:
 
 
 class _Answer:
-    """`send`, which knows how much of an answer the client has."""
+    """ASGI `send` that records how much of the answer the client has received."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -194,8 +206,10 @@ class _Answer:
             self._is_whole = not message.get("more_body", False)
 
     async def cut_off(self, error: Refused, path: str, scope: Scope, receive: Receive) -> None:
-        """End the answer with an error; one that has begun and is no stream stays without its
-        end."""
+        """End the answer with an error.
+
+        An answer that has begun and is not a stream stays incomplete.
+        """
         if not self._has_started:
             await refuse(error, scope, receive, self._send)
         elif self._is_stream and not self._is_whole:
@@ -207,12 +221,12 @@ class _Answer:
 
 
 def note_children() -> None:
-    """Remember the processes below this one as they are now."""
+    """Add the present child processes, at any depth, to those that `end_children` kills."""
     _seen.update(psutil.Process().children(recursive=True))
 
 
 def end_children() -> None:
-    """Kill whatever is left of the processes below this one."""
+    """Kill all child processes that are still running."""
     note_children()
     left = [process for process in _seen if process.is_running() and not _ends_by_itself(process)]
     for process in left:
@@ -222,19 +236,22 @@ def end_children() -> None:
 
 
 def _ends_by_itself(process: psutil.Process) -> bool:
-    """Whether this is Python's resource tracker, which removes shared memory of those that were
-    killed, then ends."""
+    """Return whether a process is Python's resource tracker.
+
+    The tracker removes the shared memory of killed processes, then ends.
+    """
     with suppress(psutil.Error):
         return any("resource_tracker" in part for part in process.cmdline())
     return False
 
 
 def _end_late() -> None:
+    """Log that the shutdown took too long, and end the server."""
     logger.error("KVGraft: not ended in time, kills all processes")
     _end_now(1)
 
 
 def _end_now(status: int) -> None:
-    """End this process and all below it."""
+    """Kill all child processes and exit with this status."""
     end_children()
     os._exit(status)

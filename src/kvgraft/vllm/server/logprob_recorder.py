@@ -1,8 +1,8 @@
-"""What a watched request says about its answer while it runs: tokens, and how likely the model
-found them.
+"""Record of a watched request's answer: its tokens and their log-probabilities.
 
-vLLM is asked for the log-probabilities of the most likely tokens, and what it says of them stays
-here."""
+vLLM computes the log-probabilities of the most likely tokens on the guard's behalf. The client does
+not receive them.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,22 +11,28 @@ from vllm.sampling_params import RequestOutputKind
 
 from kvgraft.guard.guard import ANSWER_TOKENS, Ticket
 
-NUM_LOGPROBS = 20  # most likely tokens of each place
-Logprobs = dict[int, float]  # of one place, by token
+# most likely tokens at each position of the answer
+NUM_LOGPROBS = 20
+# of one position, by token id
+Logprobs = dict[int, float]
 
 
 @dataclass
 class LogprobRecorder:
-    """One request.
+    """Record of one request.
 
     Attributes:
-        kind: how vLLM's outputs follow each other; None: vLLM was not asked for log-probabilities
-            on our behalf.
-        cache_salt, lora_request: under which it runs, and `request_id` as the engine knows it, once
-            it is admitted.
-        found: its distances from exact KV, when they are known.
-        prompt: its tokens. `answer`: those that it has had for an answer, and `logprobs` of each
-            place.
+        ticket: the guard's ticket of the request.
+        tenant: label of the tenant.
+        kind: vLLM's output kind (delta, cumulative or final); None: no log-probabilities were
+            requested on the guard's behalf, and nothing is recorded.
+        cache_salt: cache key of the request, once it is admitted.
+        lora_request: its adapter, once it is admitted.
+        request_id: its id in the engine, once it is admitted.
+        found: the answer's distances from exact KV, once they are known.
+        prompt: token ids.
+        answer: its first token ids, at most ANSWER_TOKENS.
+        logprobs: of each position of `answer`.
     """
 
     ticket: Ticket
@@ -41,38 +47,49 @@ class LogprobRecorder:
     logprobs: list[Logprobs] = field(default_factory=list)
 
     def take(self, output: Any) -> None:
-        """Note an output of vLLM, and remove what its client has not asked for."""
+        """Record an output of vLLM, and remove the log-probabilities that the client did not ask
+        for."""
         if self.kind is None:
             return
+
         first = output.outputs[0]
         if self.kind != RequestOutputKind.DELTA:
             self.answer, self.logprobs = [], []
         self.prompt = self.prompt or list(output.prompt_token_ids or ())
+
         room = ANSWER_TOKENS - len(self.answer)
         self.answer += list(first.token_ids)[:room]
         self.logprobs += places(first.logprobs, room)
+
         first.logprobs = first.cumulative_logprob = None
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is an answer, and something is known of all its tokens."""
+        """Return whether there is an answer, with log-probabilities for all its tokens."""
         return self.cache_salt is not None and 0 < len(self.answer) == len(self.logprobs)
 
 
 def places(logprobs: Any, most: int | None = None) -> list[Logprobs]:
-    """What vLLM says of the first places of an answer, of the tokens that it names."""
+    """Convert vLLM's log-probabilities of the first positions of an answer, by token id.
+
+    Args:
+        most: maximum number of positions; None: all.
+    """
     named = list(logprobs or ())[:most]
     return [{int(token): float(one.logprob) for token, one in place.items()} for place in named]
 
 
 def can_be_watched(params: Any) -> bool:
-    """Whether a request with these sampling parameters gives one answer, and has not asked for
-    log-probabilities itself."""
+    """Return whether the guard can score a request with these sampling parameters.
+
+    The request must give one answer, and must not ask for log-probabilities itself.
+    """
     return params.n == 1 and params.logprobs is None and params.logprob_token_ids is None
 
 
 def watched(params: Any) -> Any:
-    """These sampling parameters, asking for log-probabilities."""
+    """Return a copy of sampling parameters that requests NUM_LOGPROBS log-probabilities per
+    token."""
     params = params.clone()
     params.logprobs = NUM_LOGPROBS
     return params

@@ -1,7 +1,6 @@
-"""Prometheus metrics of the API server: first tokens, the engine's silence, and what the guard
-knows.
+"""Prometheus metrics of the API server: time to first token, engine silence, quality guard.
 
-All carry vLLM's label `model_name`, and are of all tenants together.
+All metrics carry vLLM's label `model_name` and cover all tenants together.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,20 +37,23 @@ TTFT_BUCKETS = (
     60.0,
     120.0,
 )
-KL_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # nats
+# nats
+KL_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 FLIP_BUCKETS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-LOGLIK_BUCKETS = (-3.0, -1.0, -0.3, -0.1, -0.03, 0.0, 0.03, 0.1, 0.3, 1.0, 3.0)  # nats
+# nats
+LOGLIK_BUCKETS = (-3.0, -1.0, -0.3, -0.1, -0.03, 0.0, 0.03, 0.1, 0.3, 1.0, 3.0)
 OUTCOMES = ("scored", "dropped", "failed", "empty")
 
 
 class _Metrics:
-    """Metrics in the registry of this process, whose names begin with `prefix`, of one model."""
+    """Metrics of one model in this process's registry, with names that begin with `prefix`."""
 
     def __init__(self, prefix: str, model_name: str) -> None:
         for collector in {
             one for name, one in REGISTRY._names_to_collectors.items() if name.startswith(prefix)
         }:
-            REGISTRY.unregister(collector)  # of an earlier engine of this process
+            # an earlier engine of this process registered the same names
+            REGISTRY.unregister(collector)
         self._prefix, self._model_name = prefix, model_name
 
     def _add(
@@ -62,7 +64,11 @@ class _Metrics:
         labels: tuple[str, ...] = (),
         **more: Any,
     ) -> Any:
-        """A metric with the model's name and these labels, whose values it takes by their names."""
+        """Register a metric with the label `model_name` and these labels.
+
+        Returns:
+            An `_OfModel`; without labels, the metric of this model itself.
+        """
         metric = kind(self._prefix + name, text, ("model_name", *labels), **more)
         return (
             _OfModel(metric, self._model_name)
@@ -72,18 +78,18 @@ class _Metrics:
 
 
 class _OfModel:
-    """A metric of which all labels but the model's name are open."""
+    """A metric with its model name set and its other labels open."""
 
     def __init__(self, metric: Any, model_name: str) -> None:
         self.metric, self._model_name = metric, model_name
 
     def labels(self, *values: str) -> Any:
-        """The series with these values of its labels."""
+        """Return the series with these label values."""
         return self.metric.labels(self._model_name, *values)
 
 
 class FirstTokens(_Metrics):
-    """Seconds to the first token by outcome, as clients see them but for the way to the server."""
+    """Time to first token by outcome, in seconds, without the network time to the client."""
 
     def __init__(self, model_name: str) -> None:
         super().__init__(FIRST_TOKEN, model_name)
@@ -93,7 +99,7 @@ class FirstTokens(_Metrics):
             self.seconds.labels(outcome)
 
     def observe(self, entry: Entry) -> None:
-        """Count a request that ended, if it had a token."""
+        """Count a request that ended, if it has a first token."""
         if entry.ttft_s is not None:
             self.seconds.labels(entry.outcome).observe(entry.ttft_s)
 
@@ -102,7 +108,7 @@ class EngineSilence(_Metrics):
     """Seconds since the engine last answered the API server.
 
     Args:
-        silent_s: asked whenever the metric is read.
+        silent_s: called whenever the metric is read.
     """
 
     def __init__(self, model_name: str, silent_s: Callable[[], float]) -> None:
@@ -114,7 +120,7 @@ class EngineSilence(_Metrics):
 
 
 class GuardMetrics(_Metrics):
-    """What the guard has scored, and what it does about it."""
+    """Distances of scored answers, and the state of the guard."""
 
     def __init__(self, model_name: str) -> None:
         super().__init__(GUARD, model_name)
@@ -147,14 +153,14 @@ class GuardMetrics(_Metrics):
         self.transitions = add(Counter, "transitions_total", text, ("policy", "level", "reason"))
 
     def observe(self, policy: str, depth: int, distances: Mapping[str, float]) -> None:
-        """Count an answer that was scored; `distances` as `distances.along`."""
+        """Count a scored answer; `distances` are those of `along_logprobs`."""
         labels = policy, depth_name(depth)
         self.kl.labels(*labels).observe(distances["answer_kl"])
         self.flips.labels(*labels).observe(distances["flips"])
         self.loglik.labels(*labels).observe(distances["loglik"])
 
     def bound(self, policy: str, known: Mapping[str, Any]) -> None:
-        """Show what is known of a policy, see `Guard.view`."""
+        """Export the bounds of a policy; `known` is its entry in `Guard.view`."""
         for measure, found in known.get("as_asked", {}).items():
             if measure != "answers":
                 for side in ("low", "high"):

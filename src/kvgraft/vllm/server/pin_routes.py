@@ -1,4 +1,4 @@
-"""The segments API: documents that stay in the cache of one tenant until the admin deletes them."""
+"""Routes of the pins API: documents that stay in a tenant's cache until the admin deletes them."""
 
 from typing import Annotated, Any
 
@@ -13,7 +13,8 @@ from kvgraft.vllm.server.server_state import ServerState
 from kvgraft.vllm.server.sharing import SHARED
 from kvgraft.vllm.server.tenancy import Principal, Tenant
 
-MAX_TEXT = 2 << 20  # characters
+# characters
+MAX_TEXT = 2 << 20
 MAX_MESSAGES = 1024
 PATH = "/v1/kvgraft/pins"
 
@@ -21,11 +22,13 @@ router = APIRouter()
 
 
 def _name(value: str) -> str:
+    """Validate the name of a pinned document."""
     check_name("name", value)
     return value
 
 
 def _namespace(value: str) -> str:
+    """Validate a namespace, which may be empty."""
     check_name("namespace", value, may_be_empty=True)
     return value
 
@@ -36,7 +39,7 @@ Label = Annotated[str, Field(max_length=MAX_NAME)]
 
 
 class Message(BaseModel):
-    """One message of a chat, of text only."""
+    """One chat message that consists of text only."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -45,9 +48,12 @@ class Message(BaseModel):
 
 
 class NewPin(BaseModel):
-    """What to keep: a text, or messages as the chat template renders them, under a name in a
-    tenant's namespace. `model` names the adapter under which it is read: requests with that model
-    graft from it, and no others."""
+    """Body of a request to pin a document.
+
+    The document is a text, or messages in the form that the chat template renders. It gets a name
+    in a tenant's namespace. `model` names the adapter with which it is computed: only requests for
+    that model graft from it.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -60,6 +66,7 @@ class NewPin(BaseModel):
 
     @model_validator(mode="after")
     def _one_source(self) -> "NewPin":
+        """Require either a text or messages."""
         if (self.text is None) == (self.messages is None):
             raise ValueError("give either text or messages")
         return self
@@ -67,7 +74,8 @@ class NewPin(BaseModel):
 
 @router.post(PATH)
 async def pin(wanted: NewPin, request: Request) -> dict[str, Any]:
-    """Compute a document and keep it; the answer names it, and how many there are."""
+    """Compute a document and pin it; the answer describes the pin and counts those of the
+    namespace."""
     tenant = _owner(request, wanted.tenant, wanted.namespace)
     token_ids = await _token_ids(wanted, request)
     lora_request = _adapter(request, wanted.model)
@@ -82,12 +90,16 @@ async def list_pins(
     namespace: Annotated[Namespace, Query()] = "",
     model: Annotated[Label | None, Query()] = None,
 ) -> dict[str, Any]:
-    """List the pinned documents of a tenant's namespace, of one model; of all tenants, if there are
-    several and the query names none of these."""
+    """List the pinned documents of one tenant, namespace and model.
+
+    If there are several tenants and the query names none, no namespace and no model, list the
+    documents of all tenants.
+    """
     state = _state(request)
     if tenant is None and not state.keyring.has_one_tenant and not namespace and model is None:
         admin = Principal(state.keyring.tenants[0], is_admin=True)
         return {"pins": await state.pins.view(admin)}
+
     control = Control("list", adapter=_adapter_name(request, model))
     return await _operate(request, _owner(request, tenant, namespace), namespace, control)
 
@@ -100,14 +112,15 @@ async def delete(
     namespace: Annotated[Namespace, Query()] = "",
     model: Annotated[Label | None, Query()] = None,
 ) -> dict[str, Any]:
-    """Let a segment go."""
+    """Unpin a document."""
     control = Control("delete", name, adapter=_adapter_name(request, model))
     return await _operate(request, _owner(request, tenant, namespace), namespace, control)
 
 
 @router.get("/v1/kvgraft/tenants")
 async def tenants(request: Request) -> dict[str, Any]:
-    """Whom segments can belong to; shared namespaces are those of a tenant that nobody is."""
+    """List the tenants that can own pinned documents, and the shared namespaces under the label
+    `shared`."""
     state = _state(request)
     listed: list[dict[str, Any]] = [{"tenant": tenant.label} for tenant in state.keyring.tenants]
     if state.grants.names:
@@ -123,18 +136,23 @@ async def _operate(
     token_ids: list[int] | None = None,
     lora_request: Any = None,
 ) -> dict[str, Any]:
+    """Run an operation on pinned documents; its answer also names tenant, namespace and adapter."""
     answer = await _state(request).pins.operate(tenant, namespace, control, token_ids, lora_request)
     return {**shown(tenant, namespace, control.adapter), **answer}
 
 
 async def _token_ids(wanted: NewPin, request: Request) -> list[int]:
-    """The tokens of the document, exactly as those of a prompt of its kind: vLLM's own
-    tokenisation."""
+    """Return the document's token ids, from the same vLLM code that tokenises a prompt of its kind.
+
+    Raises:
+        Refused: vLLM refused the text.
+    """
     if wanted.text is not None:
         asked = TokenizeCompletionRequest(prompt=wanted.text)
     else:
         messages = [message.model_dump() for message in wanted.messages or ()]
         asked = TokenizeChatRequest(messages=messages, add_generation_prompt=False)
+
     answer = await request.app.state.serving_tokenization.create_tokenize(asked, request)
     error = getattr(answer, "error", None)
     if error is not None:
@@ -143,8 +161,11 @@ async def _token_ids(wanted: NewPin, request: Request) -> list[int]:
 
 
 def _adapter(request: Request, model: str | None) -> Any:
-    """vLLM's request for the adapter that is served under this name; None: it is the model
-    itself."""
+    """Return vLLM's LoRA request for a served model name; None for the base model.
+
+    Raises:
+        Refused: no such model is served.
+    """
     models = request.app.state.openai_serving_models
     if model is None or models.is_base_model(model):
         return None
@@ -154,13 +175,17 @@ def _adapter(request: Request, model: str | None) -> Any:
 
 
 def _adapter_name(request: Request, model: str | None) -> str:
-    """The adapter whose segments are meant, be it served by now or not; empty: those of the model
-    itself."""
+    """Return the name of an adapter, which need not be loaded; empty for the base model."""
     is_base = model is None or request.app.state.openai_serving_models.is_base_model(model)
     return "" if is_base else str(model)
 
 
 def _owner(request: Request, label: str | None, namespace: str) -> Tenant:
+    """Return the tenant that owns the namespace.
+
+    Raises:
+        Refused: there is no such tenant or shared namespace.
+    """
     try:
         return _state(request).owner(label, namespace)
     except ValueError as error:
@@ -170,4 +195,5 @@ def _owner(request: Request, label: str | None, namespace: str) -> Tenant:
 
 
 def _state(request: Request) -> ServerState:
+    """Return the server's state."""
     return request.app.state.kvgraft

@@ -1,4 +1,4 @@
-"""The pinned documents of all tenants, as this process knows them from the engine's answers."""
+"""Pinned documents of all tenants, in the state that the engine last reported."""
 
 import asyncio
 import os
@@ -12,25 +12,29 @@ from kvgraft.vllm.server.engine_client import TenantEngineClient
 from kvgraft.vllm.server.errors import Refused
 from kvgraft.vllm.server.tenancy import Principal, Tenant
 
-PinPlace = tuple[Tenant, str, str]  # and namespace, and adapter
+# tenant, namespace, adapter
+PinPlace = tuple[Tenant, str, str]
 PinFields = dict[str, Any]
-NO_TEXT = [0]  # operations other than pin ignore their prompt, which must have a token
-FRESH_FOR_S = 5.0  # how long an answer may be shown again before the engine is asked again
+# prompt of operations other than `pin`: the engine ignores it, and a prompt needs a token
+NO_TEXT = [0]
+# age up to which an answer is shown again without asking the engine
+FRESH_FOR_S = 5.0
 
 
 class TenantPins:
-    """Operations on pinned documents, and their last known state.
+    """Operations on pinned documents, and the last known state of these documents.
 
     Args:
-        guard: gives the way into the engine, once there is one.
-        quota: share of the pinned capacity that one tenant may take.
+        guard: returns the gate to the engine, once the engine is connected.
+        quota: share of the pinned capacity that one tenant may use.
     """
 
     def __init__(self, guard: Callable[[], TenantEngineClient], quota: float) -> None:
         self._engine_client, self.quota = guard, quota
-        # by name; only namespaces that have segments
+        # by name; only namespaces that have pinned documents
         self._known: dict[PinPlace, dict[str, PinFields]] = {}
-        self._asked_at: dict[PinPlace, float] = {}  # when they were listed last
+        # monotonic time of the last complete list
+        self._asked_at: dict[PinPlace, float] = {}
         self._refreshing = asyncio.Lock()
 
     async def operate(
@@ -41,13 +45,17 @@ class TenantPins:
         token_ids: list[int] | None = None,
         lora_request: Any = None,
     ) -> dict[str, Any]:
-        """Run an operation; `lora_request` is the adapter under which text is pinned.
+        """Run an operation on pinned documents.
+
+        Args:
+            token_ids: the text to pin; None for other operations.
+            lora_request: the adapter with which the text is computed, or None.
 
         Returns:
             The engine's answer: all `pins`, or one `pin` and `num_pins`.
 
         Raises:
-            Refused: the engine refused it, or has no connector of ours.
+            Refused: the engine refused the operation, or does not use KVGraft's connector.
         """
         if not os.environ.get(CONTROL_TOKEN):
             raise Refused(
@@ -55,22 +63,27 @@ class TenantPins:
                 f"the engine trusts nobody: set {CONTROL_TOKEN} to a secret before the server "
                 "starts",
             )
+
         charged = replace(control, owner=tenant.label, quota=self.quota)
         answer = await self._engine_client().control(
             tenant, namespace, charged, token_ids or NO_TEXT, lora_request
         )
+
         if "error" in answer:
             raise Refused(int(answer.get("status", 400)), str(answer["error"]))
         if not answer.keys() & {"pins", "pin"}:
             raise Refused(
                 503, "the engine runs without KVGraft: start the server with `kvgraft serve`"
             )
+
         self._note((tenant, namespace, control.adapter), control, answer)
         return answer
 
     async def view(self, principal: Principal) -> list[dict[str, Any]]:
-        """The segments that this caller may see: its own, or all for the admin; at most FRESH_FOR_S
-        old."""
+        """Return the pinned documents that this caller may see, at most FRESH_FOR_S old.
+
+        A tenant sees its own documents, the admin those of all tenants.
+        """
         async with self._refreshing:
             mine = [
                 place for place in self._known if principal.is_admin or place[0] == principal.tenant
@@ -87,7 +100,7 @@ class TenantPins:
         ]
 
     def _note(self, place: PinPlace, control: Control, answer: dict[str, Any]) -> None:
-        """Remember what an answer says of a namespace."""
+        """Record what an answer says about a namespace."""
         known = self._known.setdefault(place, {})
         if "pins" in answer:
             self._known[place] = known = {segment["name"]: segment for segment in answer["pins"]}
@@ -96,15 +109,17 @@ class TenantPins:
             known.pop(control.name, None)
             if control.op == "pin":
                 known[control.name] = answer["pin"]
-            if len(known) != answer["num_pins"]:  # the engine has let others go
+            # the engine has removed other documents: list them again
+            if len(known) != answer["num_pins"]:
                 self._asked_at.pop(place, None)
+
         if not answer.get("pins", answer.get("num_pins")):
             self._known.pop(place, None)
             self._asked_at.pop(place, None)
 
 
 def shown(tenant: Tenant, namespace: str, adapter: str) -> dict[str, str]:
-    """What answers say of where segments lie; the model is named if it is an adapter."""
+    """Return the fields that locate pinned documents in an answer; `model` only for an adapter."""
     return {"tenant": tenant.label, "namespace": namespace} | (
         {"model": adapter} if adapter else {}
     )

@@ -1,5 +1,5 @@
-"""A `kvgraft serve` process of one's own: up when it answers, gone with all its children when the
-caller is done."""
+"""Run of a `kvgraft serve` process: up when it answers, gone with its children when the caller
+ends."""
 
 import os
 import signal
@@ -18,10 +18,11 @@ import httpx
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 90.0
-LOG_TAIL = 3000  # characters shown of the log of a server that does not start
-# SIGKILL comes when the parent is gone (prctl PR_SET_PDEATHSIG, Linux); the signal stays set across
-# exec. To SIGTERM a server may finish requests, which nobody waits for then. Its engine ends by
-# itself (`vllm/process_lifetime.py`).
+# characters of a server's log that the error shows if it does not start
+LOG_TAIL = 3000
+# The kernel sends SIGKILL when the parent ends (prctl PR_SET_PDEATHSIG, Linux); the setting
+# survives exec. SIGTERM would let the server finish requests that no client waits for any more. Its
+# engine process ends by itself (`vllm/process_lifetime.py`).
 _UNTIL_ITS_PARENT_ENDS = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -30,14 +31,20 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent has ended")
 os.execv(sys.argv[2], sys.argv[2:])
 """
-KVGRAFT = ("-m", "kvgraft")  # what Python runs
+# arguments of the Python interpreter
+KVGRAFT = ("-m", "kvgraft")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running server: its base URL without /v1, its process and its log; None: what it says goes
-    where we write."""
+    """A running server.
+
+    Attributes:
+        url: base URL without /v1.
+        process: the server's process.
+        log: its log file; None if it writes to this process's output.
+    """
 
     url: str
     process: subprocess.Popen[bytes]
@@ -51,10 +58,10 @@ class Server:
 
 @contextmanager
 def serving(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """`running` for an evaluation, with a log of its own.
+    """Run a server for an evaluation, as `running` does, with a temporary log.
 
     Args:
-        environment: what vLLM reads, on top of ours and of `ENVIRONMENT`.
+        environment: added to the environment of this process and to `ENVIRONMENT`.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
@@ -73,16 +80,19 @@ def running(
     start_timeout_s: float = START_TIMEOUT_S,
     stop_timeout_s: float = STOP_TIMEOUT_S,
 ) -> Iterator[Server]:
-    """`kvgraft serve` (or `fleet`) with these arguments on a free port of 127.0.0.1, once it
-    answers /health.
+    """Run `kvgraft serve` (or `fleet`) on a free port of 127.0.0.1, and yield it when /health
+    answers.
 
     Args:
-        environment: what vLLM reads, on top of ours.
-        program: what Python runs instead, for measurements.
-        stop_timeout_s: for which it may end by itself, in the end.
+        environment: added to the environment of this process.
+        log: file for the server's output; None: the output of this process.
+        command: `serve` or `fleet`.
+        program: what Python runs instead of `-m kvgraft`, for measurements.
+        start_timeout_s: seconds until it must answer.
+        stop_timeout_s: seconds in which it may end by itself before it is killed.
 
     Raises:
-        RuntimeError: it ended or was not up in time; the message holds the end of its log.
+        RuntimeError: it ended, or was not up in time; the message holds the end of its log.
     """
     with reserved_port() as port:
         whole = [sys.executable, *program, command, *arguments, "--host", HOST, "--port", str(port)]
@@ -94,8 +104,11 @@ def running(
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port of 127.0.0.1 that nobody else is given while a server takes its time to start on it:
-    it shares it (SO_REUSEADDR, while this one does not listen), as vLLM's servers do."""
+    """Yield a port of 127.0.0.1, and keep it from other processes while a server starts on it.
+
+    A bound socket that does not listen holds the port. The server can bind the same port because of
+    SO_REUSEADDR, which vLLM's servers set.
+    """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((HOST, 0))
@@ -106,7 +119,7 @@ def reserved_port() -> Iterator[int]:
 def _process(
     command: Sequence[str], environment: Mapping[str, str], log: Path | None, stop_timeout_s: float
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """One that ends with us, however we end."""
+    """Run a process that ends when this process ends, for any reason."""
     with log.open("wb") if log is not None else nullcontext() as output:
         process = subprocess.Popen(  # noqa: S603  # our own module in our own interpreter
             [sys.executable, "-c", _UNTIL_ITS_PARENT_ENDS, str(os.getpid()), *command],
@@ -127,12 +140,18 @@ def _process(
 
 
 def _wait_until_healthy(server: Server, timeout_s: float) -> None:
+    """Wait until /health answers.
+
+    Raises:
+        RuntimeError: the process ended or the time is over.
+    """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and server.process.poll() is None:
         with suppress(httpx.HTTPError):
             if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
                 return
         time.sleep(0.5)
+
     state = (
         "was not up in time"
         if server.process.poll() is None

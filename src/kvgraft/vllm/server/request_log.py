@@ -1,4 +1,4 @@
-"""What became of recent requests, per tenant: figures only, never text."""
+"""Log of recent requests per tenant. It holds figures only, never text."""
 
 import time
 from collections import Counter, deque
@@ -10,24 +10,28 @@ from kvgraft.prefill.report import Outcome
 from kvgraft.vllm.options import KEY, ServedReport
 from kvgraft.vllm.server.tenancy import Principal, Tenant
 
-RECENT = 50  # requests kept per tenant
-ABORTED = "aborted"  # the outcome of a request that its client left, or in which the engine failed
+# requests kept per tenant
+RECENT = 50
+# outcome if the client disconnected or the engine failed
+ABORTED = "aborted"
 KINDS = ("prefix", "continued", "grafted", "recomputed", "fresh")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One request that ended.
+    """Log entry of one request that ended.
 
     Attributes:
         ended_at: Unix time in seconds.
-        outcome: as in the report (`Outcome`), or `ABORTED`.
-        ttft_s: seconds from the arrival at the engine client to the first token, if there was one.
-        tokens: of the prompt, by kind; `recomputed` are among `grafted`.
+        tenant: label of the tenant.
+        route: path of the HTTP request.
+        outcome: the report's outcome (`Outcome`), or `ABORTED`.
+        ttft_s: seconds from arrival at the engine client to the first token; None without a token.
+        tokens: prompt tokens by kind; `recomputed` tokens are also counted as `grafted`.
         spans: [start, stop, kind] of the prompt.
-        reason: why nothing was grafted.
-        guard: as in the report. `scored`: its distances from exact KV (`along_logprobs`), once they
-            are known.
+        reason: why nothing was grafted, or None.
+        guard: the guard's field in the report.
+        scored: the answer's distances from exact KV (`along_logprobs`), once they are known.
     """
 
     ended_at: float
@@ -48,9 +52,15 @@ class Entry:
     def of(
         cls, tenant: Tenant, route: str, output: Any, scored: Mapping[str, float] | None = None
     ) -> "Entry":
-        """From the engine's last `RequestOutput`, or None if the request was aborted before it."""
+        """Return the entry of a request from the engine's last `RequestOutput`.
+
+        Args:
+            output: None if the request was aborted before its last output.
+            scored: dictionary that receives the guard's distances later.
+        """
         if output is None:
             return cls(time.time(), tenant.label, route, ABORTED)
+
         given = (output.kv_transfer_params or {}).get(KEY)
         report, metrics = ServedReport(**given) if given else _bare_report(output), output.metrics
         return cls(
@@ -71,10 +81,10 @@ class Entry:
 
 
 class RequestLog:
-    """The last requests of every tenant, and sums over all of its requests.
+    """The last requests of every tenant, and sums over all requests.
 
     Attributes:
-        on_entry: called with each request that ended.
+        on_entry: called with the entry of each request that ended.
     """
 
     def __init__(self, tenants: Sequence[Tenant]) -> None:
@@ -85,24 +95,28 @@ class RequestLog:
             self._open(tenant.label)
 
     def add(self, entry: Entry) -> None:
-        """Enter a request that ended."""
+        """Add the entry of a request that ended."""
         self.on_entry(entry)
         self._open(entry.tenant)
         self._recent[entry.tenant].append(entry)
+
         sums = self._sums[entry.tenant]
         sums["requests", entry.outcome] += 1
         for kind, count in entry.tokens.items():
             sums["tokens", kind] += count
-        if entry.reason and entry.outcome != Outcome.PREFIX_ONLY:  # a prefix hit is no miss
+        # a request served from the prefix cache is not a miss
+        if entry.reason and entry.outcome != Outcome.PREFIX_ONLY:
             sums["misses", entry.reason] += 1
 
     def view(self, principal: Principal) -> dict[str, Any]:
-        """What this caller may see: its own requests, or those of all for the admin; the latest
-        first."""
+        """Return what the caller may see, latest first: its own requests, or those of all for the
+        admin."""
         labels = list(self._recent) if principal.is_admin else [principal.tenant.label]
+
         recent = sorted(
             (e for label in labels for e in self._recent.get(label, ())), key=lambda e: -e.ended_at
         )
+
         sums: Counter[tuple[str, str]] = sum(
             (self._sums.get(label, Counter()) for label in labels), Counter()
         )
@@ -113,16 +127,20 @@ class RequestLog:
         }
         for (group, name), count in sums.items():
             totals[group][name] = count
+
         return {"recent": [asdict(entry) for entry in recent[:RECENT]], "totals": totals}
 
     def _open(self, label: str) -> None:
+        """Create the log of a tenant if it does not exist."""
         self._recent.setdefault(label, deque(maxlen=RECENT))
         self._sums.setdefault(label, Counter())
 
 
 def _bare_report(output: Any) -> ServedReport:
-    """What vLLM itself knows of a request about which the engine reported nothing, as when it
-    failed."""
+    """Return a report from vLLM's own counts, for a request on which the engine reported nothing.
+
+    This happens, for example, if the request failed.
+    """
     total, prefix = len(output.prompt_token_ids or ()), output.num_cached_tokens or 0
     spans: list[list[int | str]] = [[0, prefix, "prefix"]] if prefix else []
     spans.append([prefix, total, "fresh"])

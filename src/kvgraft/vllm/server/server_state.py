@@ -1,5 +1,5 @@
-"""What one server shares between its routes: keys, cache keys, the request log, and the way into
-the engine."""
+"""State that the routes of one server share: keys, cache keys, the request log and the engine
+client."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -20,7 +20,7 @@ from kvgraft.vllm.settings import KVGraftSettings
 
 
 class ServerState:
-    """The state of one API server process, kept in `app.state.kvgraft`.
+    """State of one API server process, stored in `app.state.kvgraft`.
 
     Raises:
         ValueError: the arguments would let tenants share what they must not.
@@ -32,19 +32,23 @@ class ServerState:
                 "one API server process only: each would have its own cache keys and its own "
                 "records"
             )
+
         self.keyring = Keyring(Keys.of(args))
         self.grants = Grants.of(args, self.keyring)
         self.settings = _settings(args)
+
         self.default = self.settings.default
         store = self.settings.store
         self.salts = Salts(
             None if store is None or store.directory is None else Path(store.directory)
         )
+
         self.request_log = RequestLog(self.keyring.tenants)
         num_owners = len(self.keyring.tenants) + bool(self.grants.names)
         self.pins = TenantPins(
             lambda: self.engine_client, self.settings.pin_quota or 1 / num_owners
         )
+
         self.drain = Drain(getattr(args, "shutdown_timeout", 0))
         limit_s = getattr(args, "kvgraft_engine_timeout", None)
         self._silence_limit_s = default_limit_s() if limit_s is None else limit_s
@@ -54,7 +58,7 @@ class ServerState:
 
     @property
     def engine_client(self) -> TenantEngineClient:
-        """The way into the engine.
+        """The connected engine client.
 
         Raises:
             RuntimeError: the engine is not connected yet.
@@ -65,19 +69,25 @@ class ServerState:
 
     @property
     def engine_silent_s(self) -> float | None:
-        """Seconds since the engine's last answer; None: there is no engine."""
+        """Seconds since the engine's last answer; None if there is no engine."""
         return None if self._probe is None else self._probe.silent_s
 
     def engine_problem(self) -> str | None:
-        """Why the engine is not healthy, as far as its silence says; None if it is."""
+        """Return why the engine counts as frozen; None if it answers in time, or if there is no
+        engine."""
         return None if self._probe is None else self._probe.problem
 
     def owner(self, label: str | None, namespace: str) -> Tenant:
-        """Whose segments the admin means: those of a tenant (None: the only one), or shared ones.
+        """Return the tenant whose pinned documents the admin names.
+
+        Args:
+            label: label of a tenant; None: the only tenant; "shared": the owner of shared
+                namespaces.
+            namespace: checked only if `label` is "shared".
 
         Raises:
-            ValueError: there is no such tenant or shared namespace; the message says which there
-                are.
+            ValueError: there is no such tenant or shared namespace; the message lists those that
+                exist.
         """
         if label != SHARED.label:
             return self.keyring.tenant(label)
@@ -87,7 +97,8 @@ class ServerState:
         return SHARED
 
     def guard_view(self, principal: Principal) -> dict[str, Any] | None:
-        """What the guard knows, as far as the caller may see it; None: there is none."""
+        """Return the part of the guard's results that the caller may see; None if there is no
+        guard."""
         guard = None if self._engine_client is None else self._engine_client.guard
         if guard is None:
             return None
@@ -95,11 +106,15 @@ class ServerState:
         return guard.view(None if sees_all else principal.tenant.label)
 
     def connect(self, engine_client: Any) -> None:
-        """Guard the engine client that the routes of this server use, in the event loop that serves
-        them."""
+        """Wrap the engine client that the routes use, and start the probe, the guard and the idle
+        refresh.
+
+        Call it in the event loop that serves the requests.
+        """
         self._engine_client = TenantEngineClient(
             engine_client, self.salts, self.grants, self.request_log, self.default
         )
+
         self._probe = EngineProbe(engine_client, self._silence_limit_s)
         self.drain.abort_requests = self._engine_client.abort_all
         self._engine_client.exact_for = frozenset(self.settings.exact_for)

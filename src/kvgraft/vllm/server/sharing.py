@@ -1,5 +1,5 @@
-"""Shared namespaces: text that the admin pins, and that the API keys graft from to which the
-operator grants it."""
+"""Shared namespaces: the admin pins text, and the operator grants API keys the right to graft from
+it."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -10,26 +10,29 @@ from kvgraft.vllm.options import check_name
 from kvgraft.vllm.server.flags import SHARE
 from kvgraft.vllm.server.tenancy import Keyring, Tenant
 
-# theirs are all shared namespaces; no key has this identity, which is no SHA-256
+# owner of all shared namespaces; this identity is no SHA-256, so no key has it
 SHARED = Tenant("shared", b"shared")
 EVERYBODY = "*"
-_SHOWN = 12  # characters of what may be a mistyped key
+# characters that an error shows of a mistyped key
+_SHOWN = 12
 
 
 class NotGranted(VLLMNotFoundError):
-    """A request names a shared namespace that its key may not read, or that does not exist: it
-    cannot tell which."""
+    """Error of a request that names a shared namespace which does not exist or is not granted.
+
+    The message does not reveal which of the two is the case.
+    """
 
 
 class Grants:
-    """Who may graft from which shared namespaces.
+    """The shared namespaces and the tenants that may graft from each.
 
     Args:
-        given: `NAME=KEY,KEY` or `NAME=*`, in the order in which they are searched. A key is named
-            by its tenant's label or given itself.
+        given: entries `NAME=KEY,KEY` or `NAME=*`, in the order in which they are searched. A key is
+            given itself or by its tenant's label.
 
     Raises:
-        ValueError: a name or a key that is none, or is given twice; the message says what is
+        ValueError: a name or a key is invalid, unknown or given twice; the message says what is
             allowed.
     """
 
@@ -54,7 +57,7 @@ class Grants:
 
     @classmethod
     def of(cls, args: Namespace, keyring: Keyring) -> "Grants":
-        """From the parsed arguments of a server."""
+        """Return the grants in the parsed arguments of a server."""
         return cls(getattr(args, "kvgraft_share", None) or (), keyring)
 
     @property
@@ -64,18 +67,20 @@ class Grants:
 
     @property
     def as_arguments(self) -> list[str]:
-        """What was given, with labels for the keys: it may be shown."""
+        """The entries with labels in place of keys, so that they may be shown."""
         return [
             f"{name}={','.join(tenant.label for tenant in readers)}"
             for name, readers in self._readers.items()
         ]
 
     def names_for(self, tenant: Tenant, wanted: Sequence[str] | None = None) -> tuple[str, ...]:
-        """The shared namespaces that a request of this tenant grafts from: those that it wants;
-        None: all it may.
+        """Return the shared namespaces from which a request of this tenant grafts.
+
+        Args:
+            wanted: names that the request asks for; None: all that are granted.
 
         Raises:
-            NotGranted: it may not have one of those that it wants.
+            NotGranted: a requested namespace is not granted.
         """
         granted = tuple(name for name, readers in self._readers.items() if tenant in readers)
         for name in wanted or ():
@@ -88,9 +93,14 @@ class Grants:
 
 
 def _tenants(name: str, keys: str, known: Sequence[Tenant]) -> tuple[Tenant, ...]:
-    """The tenants of the keys of one namespace."""
+    """Return the tenants of the keys that one namespace is granted to.
+
+    Raises:
+        ValueError: a key is unknown or given twice.
+    """
     if keys == EVERYBODY:
         return tuple(known)
+
     labels = ", ".join(tenant.label for tenant in known)
     found: list[Tenant] = []
     for key in keys.split(","):

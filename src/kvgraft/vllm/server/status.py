@@ -1,4 +1,4 @@
-"""The page at `/kvgraft` and the figures that it shows."""
+"""Status page at `/kvgraft`, and the JSON figures that it shows."""
 
 import base64
 import hashlib
@@ -17,6 +17,7 @@ from kvgraft.vllm.server.call import CURRENT
 STARTED = time.monotonic()
 PAGE = files("kvgraft.vllm.server").joinpath("page.html").read_text(encoding="utf-8")
 
+# shown to one of several tenants, because the figures cover all of them
 NO_FIGURES: dict[str, Any] = {
     "running": None,
     "waiting": None,
@@ -24,13 +25,14 @@ NO_FIGURES: dict[str, Any] = {
     "index_entries": None,
     "idle_refresh_tokens": None,
     "fallbacks": {},
-}  # for one of several tenants
+}
 
 router = APIRouter()
 
 
 def _source_hashes(tag: str) -> str:
-    """What a content security policy calls the inline sources of this tag."""
+    """Return the hashes of the page's inline sources with this tag, for a content security
+    policy."""
     inline = re.findall(rf"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
     return " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in inline
@@ -51,16 +53,17 @@ PAGE_HEADERS = {
 
 @router.get("/kvgraft")
 async def page() -> HTMLResponse:
-    """One self-contained page; it has no data of its own."""
+    """Return the self-contained page, which holds no data itself."""
     return HTMLResponse(PAGE, headers=PAGE_HEADERS)
 
 
 @router.get("/v1/kvgraft/status")
 async def status(request: Request) -> dict[str, Any]:
-    """Pool, segments, recent requests and sums, as far as the caller may see them."""
+    """Return the pool, pinned documents, recent requests and sums that the caller may see."""
     call, state = CURRENT.get(), request.app.state.kvgraft
     if call is None:
         raise RuntimeError("the status was asked for past our middleware")
+
     principal = call.principal
     return {
         "model": request.app.state.openai_serving_models.model_name(),
@@ -78,8 +81,10 @@ async def status(request: Request) -> dict[str, Any]:
 
 
 def engine_figures() -> dict[str, Any]:
-    """What the connector exports to Prometheus, of all engines and tenants together; None before
-    its first step."""
+    """Return the connector's Prometheus figures, summed over all engines and tenants.
+
+    `pool` is None before the engine's first step.
+    """
     pool = _by_label("kvgraft:pool_blocks", "state")
     return {
         "running": int(_by_label("vllm:num_requests_running", None)[""]),
@@ -96,7 +101,11 @@ def engine_figures() -> dict[str, Any]:
 
 
 def _by_label(name: str, label: str | None) -> Counter[str]:
-    """The samples of one metric, summed over every other label."""
+    """Return the samples of one metric by the values of a label, summed over all other labels.
+
+    Args:
+        label: None sums over all labels, under the key "".
+    """
     sums: Counter[str] = Counter()
     for metric in get_prometheus_registry().restricted_registry([name]).collect():
         for sample in metric.samples:

@@ -1,5 +1,4 @@
-"""What a server will use, as far as that is known before a model is loaded: for `kvgraft serve
---check`."""
+"""Configuration that a server will use, for `kvgraft serve --check`, before a model is loaded."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -21,10 +20,10 @@ GIB = 1 << 30
 
 
 class ConfigurationSummary(msgspec.Struct, frozen=True):
-    """What will be used, and what is off.
+    """Settings that will be used, and features that are off.
 
     Attributes:
-        uses: values by what they are.
+        uses: values by name.
         off: reasons by feature.
     """
 
@@ -33,7 +32,7 @@ class ConfigurationSummary(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, args: Namespace, config: VllmConfig) -> "ConfigurationSummary":
-        """Of arguments that were checked, and vLLM's configuration."""
+        """Return the summary of checked arguments and vLLM's configuration."""
         uses = _model(args, config) | _address(args)
         if args.no_kvgraft:
             return cls(uses, {"reuse": "--no-kvgraft"})
@@ -42,6 +41,7 @@ class ConfigurationSummary(msgspec.Struct, frozen=True):
 
 
 def _model(args: Namespace, config: VllmConfig) -> dict[str, str]:
+    """Return the settings of the model and its KV cache."""
     model, cache = config.model_config, config.cache_config
     names = ", ".join(args.served_model_name or [model.model])
     pool = f"{cache.gpu_memory_utilization:.0%} of device memory, without weights and activations"
@@ -61,6 +61,7 @@ def _model(args: Namespace, config: VllmConfig) -> dict[str, str]:
 
 
 def _address(args: Namespace) -> dict[str, str]:
+    """Return the address of the server and its number of tenants."""
     scheme = "https" if args.ssl_certfile else "http"
     address = f"unix:{args.uds}" if args.uds else f"{scheme}://{args.host or '0.0.0.0'}:{args.port}"  # noqa: S104
     if args.no_kvgraft:
@@ -71,15 +72,18 @@ def _address(args: Namespace) -> dict[str, str]:
 
 
 def _reuse(settings: KVGraftSettings) -> dict[str, str]:
+    """Return the settings of reuse."""
     profile, target = settings.policy_profile, settings.guard_target
     uses = {"policy": settings.default_policy}
     if profile is not None:
         uses["policy profile"] = f"{settings.profile} ({profile.name})"
+
     uses["mode"] = settings.mode
     uses["costs"] = settings.costs
     uses["greatest depth"] = (
         "no limit" if settings.max_depth == MAX_DEPTH else str(settings.max_depth)
     )
+
     if settings.store is not None:
         uses["store"] = _store(settings.store)
     if settings.guard:
@@ -92,6 +96,7 @@ def _reuse(settings: KVGraftSettings) -> dict[str, str]:
 
 
 def _store(options: StoreOptions) -> str:
+    """Return a description of the store's tiers."""
     tiers = [f"{options.ram_gib:g} GiB of host memory"] if options.ram_gib else []
     if options.directory is not None:
         tiers.append(f"{options.disk_gib:g} GiB in {Path(options.directory).resolve()}")
@@ -103,7 +108,7 @@ def _store(options: StoreOptions) -> str:
 def _off(
     args: Namespace, settings: KVGraftSettings, config: VllmConfig
 ) -> Iterator[tuple[str, str]]:
-    """Features that are off, and why."""
+    """Yield each feature that is off, with its reason."""
     if settings.mode == SHADOW:
         yield "grafting", f"--kvgraft-mode {SHADOW}"
     if not settings.continuation:
@@ -124,7 +129,7 @@ def _off(
 
 
 def _off_by_model(config: VllmConfig) -> Iterator[tuple[str, Any]]:
-    """Policies that this model cannot have."""
+    """Yield each policy that this model does not support, with its reason."""
     if not works_by_head(config):
         yield "policy redknot", f"not for {config.model_config.architecture} (unsupported_model)"
     elif find_head_map(config) is None:

@@ -1,4 +1,4 @@
-"""Whose request it is: tenants from keys, and the cache key that keeps tenants apart."""
+"""Tenants, identified by API keys, and the cache keys that keep tenants apart."""
 
 import base64
 import binascii
@@ -12,7 +12,8 @@ from kvgraft.segments.store.secret import SECRET_BYTES, derive, find_secret
 from kvgraft.vllm.options import labelled
 from kvgraft.vllm.server.keys import Keys
 
-LABEL_LENGTH = 8  # hexadecimal digits
+# hexadecimal digits
+LABEL_LENGTH = 8
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,8 @@ class Tenant:
     """One owner of cached content.
 
     Attributes:
-        label: what may be shown of it: the first digits of the SHA-256 of its key.
-        identity: the SHA-256 of its key.
+        label: the public name of the tenant: the first digits of the SHA-256 of its key.
+        identity: SHA-256 of its key.
     """
 
     label: str
@@ -29,17 +30,18 @@ class Tenant:
 
     @classmethod
     def of(cls, key: str) -> "Tenant":
-        """The tenant with this API key."""
+        """Return the tenant with this API key."""
         identity = hashlib.sha256(key.encode()).digest()
         return cls(identity.hex()[:LABEL_LENGTH], identity)
 
 
-LOCAL = Tenant("local", b"")  # everybody who reaches a server without API keys
+# every caller of a server without API keys
+LOCAL = Tenant("local", b"")
 
 
 @dataclass(frozen=True)
 class Principal:
-    """Who calls: the tenant whose cache is used, and whether the admin key was shown."""
+    """The caller: the tenant whose cache is used, and whether it gave the admin key."""
 
     tenant: Tenant
     is_admin: bool = False
@@ -56,33 +58,43 @@ class Keyring:
         self.tenants = tuple(Tenant.of(key) for key in keys.api_keys) or (LOCAL,)
         self.has_keys = bool(keys.api_keys)
         self.has_admin = keys.admin_key is not None
+
         if len({tenant.label for tenant in self.tenants}) < len(self.tenants):
             raise ValueError("two API keys have the same label: replace one of them")
         self._admin = Tenant.of(keys.admin_key) if keys.admin_key is not None else None
 
     @property
     def has_one_tenant(self) -> bool:
-        """Whether whatever is in the engine is this tenant's."""
+        """Return whether all content in the engine belongs to the same tenant."""
         return len(self.tenants) == 1
 
     def principal(self, key: str | None) -> Principal | None:
-        """Who shows `key` (None: no key); None if a key is needed and this is none."""
+        """Return the caller that gives this key.
+
+        Args:
+            key: None if the request has no key.
+
+        Returns:
+            None if the server needs a key and this one is missing or unknown.
+        """
         shown = hashlib.sha256((key or "").encode()).digest()
         if self._admin is not None and hmac.compare_digest(shown, self._admin.identity):
             return Principal(self._admin if self.has_keys else LOCAL, is_admin=True)
         if not self.has_keys:
             return Principal(LOCAL)
+
         holder = None
-        for tenant in self.tenants:  # all of them, so that the time taken tells nothing
+        # compare with every key, so that the time reveals nothing about them
+        for tenant in self.tenants:
             if hmac.compare_digest(shown, tenant.identity):
                 holder = Principal(tenant)
         return holder
 
     def tenant(self, label: str | None) -> Tenant:
-        """The tenant with this label; None means the only one.
+        """Return the tenant with this label; None means the only tenant.
 
         Raises:
-            ValueError: there is no such tenant, or several and none is named.
+            ValueError: there is no such tenant, or several tenants exist and none is named.
         """
         known = ", ".join(tenant.label for tenant in self.tenants)
         if label is None and len(self.tenants) > 1:
@@ -94,15 +106,18 @@ class Keyring:
 
 
 class Salts:
-    """The cache keys of one server process, which nobody can guess.
+    """Cache keys of one server process, which nobody can guess.
+
+    The secret comes from `KVGRAFT_CACHE_SECRET` if this is set, else from the store's directory.
+    Without both, the cache keys are valid in this process only.
 
     Args:
-        directory: of a store: the same keys then hold wherever it is used. None: they mean nothing
-            to another process, unless `KVGRAFT_CACHE_SECRET` is set, which comes first in any case.
+        directory: the store's directory, or None. Servers that use the same directory have the same
+            keys.
 
     Raises:
-        ValueError: the variable has no secret.
-        OSError: the directory cannot be used; PermissionError if others may read it.
+        ValueError: the variable does not hold a secret.
+        OSError: the directory cannot be used; PermissionError if other users may read it.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -111,25 +126,32 @@ class Salts:
         )
 
     def of(self, tenant: Tenant, namespace: str = "", cache_salt: str | None = None) -> str:
-        """The key under which a tenant's content is cached, narrowed by what the client chose, 64
-        hex digits; behind it what operators are shown of it: the tenant's label, the namespace, and
-        whether a salt narrows it further."""
+        """Return the cache key for a tenant's content, narrowed by namespace and the client's salt.
+
+        Returns:
+            64 hexadecimal digits, then a label that operators may see: the tenant's label, the
+                namespace, and whether a salt narrows it.
+        """
         parts = (self._secret, tenant.identity, namespace.encode(), (cache_salt or "").encode())
         key = hashlib.sha256(
             b"".join(len(part).to_bytes(8, "big") + part for part in parts)
         ).hexdigest()
+
         place = f"{tenant.label}/{namespace}" if namespace else tenant.label
         return labelled(key, f"{place}+salt" if cache_salt else place)
 
     def nobody(self) -> str:
-        """A key that is never given out again, for a request without an owner: it shares
-        nothing."""
+        """Return a random cache key for a request without an owner, so that it shares nothing."""
         return secrets.token_hex(32)
 
 
 def shown_key(authorization: str | None, *, basic: bool) -> str | None:
-    """The key in an Authorization header: a bearer token or, where `basic` allows it, the password
-    that a browser asked for. None if there is none."""
+    """Return the key in an Authorization header, or None.
+
+    Args:
+        basic: whether the password of basic authentication, which browsers ask for, is accepted in
+            addition to a bearer token.
+    """
     scheme, _, value = (authorization or "").partition(" ")
     if scheme.lower() == "bearer":
         return value.strip() or None
