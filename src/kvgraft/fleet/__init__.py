@@ -1,1 +1,2 @@
-"""Several servers as one: a router that sends a prompt where most of its text is known."""
+"""Fleet of several servers, with a router that sends a prompt to the replica that knows its
+text."""

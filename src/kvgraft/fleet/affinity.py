@@ -1,10 +1,11 @@
-"""Headers that bring prompts with the same document to the same server, behind a router that knows
-nothing of ours.
+"""Headers that send prompts with the same document to the same server, for routers without KVGraft.
 
-Such routers (vLLM's own `vllm-router --policy consistent_hash`, vLLM's production stack) keep
-requests with the same session together. Reuse is of text, not of sessions, so the session here is
-the largest segment of the prompt: of all that could be reused it is what takes longest to read, and
-a header can name one thing only. Imports neither Ray, vLLM nor torch, so that a client can use it.
+Such routers keep requests of a session together. Examples are vLLM's own `vllm-router --policy
+consistent_hash` and vLLM's production stack. Reuse depends on text, not on sessions, so the session
+id here is a digest of the prompt's largest segment. A header can name one segment only, and the
+largest one takes longest to prefill.
+
+This module imports neither Ray, vLLM nor torch, so clients can use it.
 """
 
 import hashlib
@@ -15,55 +16,58 @@ from typing import Any
 
 from kvgraft.segments.prompt import START, Segment, parse_markers
 
-HEADER = "X-Session-ID"  # vLLM's router looks at this one first
+# the header that vLLM's router checks first
+HEADER = "X-Session-ID"
 MIN_SECRET_BYTES = 16
-# roles whose text is that of an application, not of a document
+# roles whose text belongs to the application, not to a document
 _INSTRUCTIONS = ("system", "developer")
 _BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
-_OWN_SECRET = secrets.token_bytes(32)  # of this process
+# used if the client gives no secret; valid in this process only
+_OWN_SECRET = secrets.token_bytes(32)
 
 Prompt = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 
 
 def affinity_headers(prompt: Prompt, *, secret: str | bytes | None = None) -> dict[str, str]:
-    """The headers of a request, for a router that keeps sessions together.
+    """Return the headers of a request, for a router that keeps sessions together.
 
-    Equal largest segments give equal headers, whatever stands around them and in whatever order.
-    What a segment is: text between reuse markers (`kvgraft.segments.prompt.mark`), if there are
-    any; else each of several text parts of a message; else what stands between blank lines. System
-    prompts do not count: all requests of an application have the same one.
+    Prompts with the same largest segment get the same headers, whatever text surrounds it. Segments
+    are the texts between reuse markers (`kvgraft.segments.prompt.mark`). Without markers they are
+    the text parts of a message that has several, else the texts between blank lines. System prompts
+    do not count, because all requests of an application have the same one.
 
     Args:
-        prompt: messages as of OpenAI's chat completions or responses; or the body of such a
-            request, or of a completion; or its text; or the texts of its segments.
-        secret: of which the value is a keyed digest, at least 16 bytes. Clients with the same one
-            are sent to the same servers. None: drawn by this process, whose requests are then
-            together with each other alone.
+        prompt: messages in the form of OpenAI's chat completions or responses; or the body of such
+            a request, or of a completion; or its text; or the texts of its segments.
+        secret: key of the digest, at least 16 bytes. Clients with the same key are sent to the same
+            servers. None: a random key of this process, so that only its own requests are kept
+            together.
 
     Returns:
-        One header; none if the prompt has no such text (token ids, images, nothing but a system
-        prompt).
+        One header; none if the prompt has no such text (token ids, images, only a system prompt).
 
     Raises:
-        ValueError: the secret is too short, or markers of the prompt have no partner.
+        ValueError: the secret is too short, or the prompt has a marker without a partner.
     """
     key = _OWN_SECRET if secret is None else _as_bytes(secret)
     if len(key) < MIN_SECRET_BYTES:
         raise ValueError(f"secret has {len(key)} bytes, must have at least {MIN_SECRET_BYTES}")
+
     if not (segments := _segments(prompt)):
         return {}
-    # of equally long ones always the same
+    # break ties by text, so that the choice does not depend on the order
     largest = max(segments, key=lambda text: (len(text), text))
     digest = hashlib.blake2b(_as_bytes(largest), digest_size=16, key=hashlib.sha256(key).digest())
     return {HEADER: digest.hexdigest()}
 
 
 def _as_bytes(text: str | bytes) -> bytes:
+    """Encode text as UTF-8; bytes are returned unchanged."""
     return text.encode(errors="surrogatepass") if isinstance(text, str) else text
 
 
 def _segments(prompt: Prompt) -> list[str]:
-    """Texts of which the largest decides, without what is around them of white space."""
+    """Return the candidate segments of a prompt, without surrounding white space."""
     messages = [texts for texts in _messages(prompt) if texts]
     marked = [text for texts in messages for text in texts if START in text]
     if marked:
@@ -83,7 +87,7 @@ def _segments(prompt: Prompt) -> list[str]:
 
 
 def _messages(prompt: Prompt) -> Iterator[list[str]]:
-    """The text parts of each message that is no instruction."""
+    """Yield the text parts of each message that is not a system prompt."""
     if isinstance(prompt, Mapping):
         for field in ("messages", "prompt", "input"):
             if prompt.get(field):
@@ -98,7 +102,7 @@ def _messages(prompt: Prompt) -> Iterator[list[str]]:
 
 
 def _parts(content: Any) -> list[str]:
-    """The texts of what a message holds."""
+    """Return the texts in the content of a message."""
     if isinstance(content, str):
         return [content]
     texts = [part if isinstance(part, str) else part.get("text") for part in content or ()]

@@ -1,5 +1,4 @@
-"""A fleet as an application of Ray Serve: from a command line, or from a configuration file of
-Ray."""
+"""Fleet as a Ray Serve application, started from a command line or a Ray configuration file."""
 
 import asyncio
 import os
@@ -29,30 +28,39 @@ from kvgraft.segments.store.secret import CACHE_SECRET
 from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY, Keys, check_exposure
 from kvgraft.vllm.server.process import KVGRAFT
 
-FLUSH_S = 2.0  # in which clients are sent what is left, once servers have ended
-CALL_S = 5.0  # beside what was asked for, until a process has answered
+# time to send clients the last of their answers after the servers have ended
+FLUSH_S = 2.0
+# margin for a process to answer, in addition to the time that the call itself may take
+CALL_S = 5.0
 
 
 async def _end(ingresses: DeploymentHandle, replicas: DeploymentHandle, drain_s: float) -> None:
+    """Drain the ingresses, end the replicas, then drain what the ended replicas left."""
     await ask_all(ingresses, "drain", drain_s, within_s=drain_s + CALL_S)
 
-    # What is still in flight loses its server here: the ingress sends its clients an error.
+    # Requests that still run lose their server here; the ingress sends their clients an error.
     await ask_all(replicas, "end", within_s=STOP_S + CALL_S)
     await ask_all(ingresses, "drain", FLUSH_S, within_s=FLUSH_S + CALL_S)
 
 
 NAME = "kvgraft"
-IN_FLIGHT = 256  # requests that a server has at most; vLLM has a queue of its own
-QUIET = LoggingConfig(enable_access_log=False)  # the servers log requests already
+# requests that one replica runs at most; vLLM has its own queue
+IN_FLIGHT = 256
+# the servers already log requests
+QUIET = LoggingConfig(enable_access_log=False)
 
 
 def build(args: Mapping[str, Any]) -> Application:
-    """The application, from the fields of `FleetOptions`: `import_path:
-    kvgraft.fleet.application:build`.
+    """Return the application for a Ray configuration file (`import_path:
+    kvgraft.fleet.application:build`).
+
+    Args:
+        args: fields of `FleetOptions`.
 
     Raises:
-        ValueError: unknown fields, flags that cannot be served, or neither API keys nor
-            --kvgraft-single-tenant: where Ray listens is not known here.
+        ValueError: a field is unknown, a flag cannot be served, or there are neither API keys nor
+            --kvgraft-single-tenant. Keys are required because Ray's listening address is not known
+            here.
     """
     options = msgspec.convert(dict(args), FleetOptions)
     _check_exposure(options, host=None)
@@ -60,7 +68,11 @@ def build(args: Mapping[str, Any]) -> Application:
 
 
 def application(options: FleetOptions) -> Application:
-    """As `build`; the servers' flags are checked here, before any of them starts."""
+    """Return the application of these options, after a check of the servers' flags.
+
+    Raises:
+        ValueError: the flags cannot be served.
+    """
     served = _served(options)
     names = served.served_model_name or [served.model]
     return assemble(options, Keys.of(served), names, EnvironmentCheck.here(must_be_alike(options)))
@@ -73,12 +85,20 @@ def assemble(
     alike: EnvironmentCheck,
     program: Sequence[str] = KVGRAFT,
 ) -> Application:
-    """As `application`, of what was checked. Servers run `program` (see `running`)."""
+    """Return the application of options that were checked.
+
+    Args:
+        keys: API keys and admin key of the servers.
+        names: names under which the model is served.
+        alike: check of the environment on each replica's machine.
+        program: what Python runs for a server, see `running`.
+    """
     routing: dict[str, Any] = {
         "request_router_class": SegmentRouter,
         "request_router_kwargs": {"imbalance": options.imbalance, "routing": options.routing},
         "request_routing_stats_period_s": options.sketch_s,
     }
+
     replica = _deployment(Replica).options(
         name=REPLICA,
         max_ongoing_requests=IN_FLIGHT,
@@ -89,6 +109,7 @@ def assemble(
         request_router_config=RequestRouterConfig(**routing),
         **_scaling(options),
     )
+
     ingress = _deployment(Ingress).options(
         name=INGRESS,
         num_replicas=options.ingresses,
@@ -97,13 +118,16 @@ def assemble(
         logging_config=QUIET,
         graceful_shutdown_timeout_s=options.drain_s,
     )
+
     servers = replica.bind(options.command, _environment(options), alike, program)
     return ingress.bind(servers, keys, names, secrets.token_bytes(32))
 
 
 def must_be_alike(options: FleetOptions) -> list[str]:
-    """Environment variables that all machines must have alike. A secret that is not set here others
-    may have."""
+    """Return the environment variables that must have the same value on all machines.
+
+    A secret that is not set on this machine is not checked, because other machines may have it.
+    """
     served = _served(options)
     flags = {API_KEY: served.api_key, ADMIN_KEY: getattr(served, "kvgraft_admin_key", None)}
     return [
@@ -113,34 +137,44 @@ def must_be_alike(options: FleetOptions) -> list[str]:
 
 
 def run(options: FleetOptions, args: Namespace) -> None:
-    """`kvgraft fleet`: serve on this machine until it is asked to stop, by SIGTERM or Ctrl-C, then
-    finish what is in flight. On a Ray cluster: start the fleet, or replace the one that runs there
-    step by step, and leave it there.
+    """Run `kvgraft fleet`.
+
+    On one machine, serve until SIGTERM or Ctrl-C, then let running requests finish. On a Ray
+    cluster, start the fleet, or replace the running one step by step, and return.
 
     Args:
         options, args: see `read_command`.
 
     Raises:
-        ValueError: what was given does not go together, or no server has started.
+        ValueError: the options contradict each other, or no server has started.
     """
     _check_exposure(options, args.host)
     app = application(options)
     start_ray(options, args.host, args.port, args.address)
+
     for number in (signal.SIGTERM, signal.SIGINT) if args.address is None else ():
         signal.signal(number, _interrupt)
+
     try:
         _start(app)
         print(f"kvgraft fleet: http://{args.host}:{args.port}", flush=True)
         if args.address is None:
             with suppress(KeyboardInterrupt):
                 threading.Event().wait()
-            end_fleet(NAME, options.drain_s)  # a second signal cuts this short
+            # a second signal ends this at once
+            end_fleet(NAME, options.drain_s)
     finally:
         if args.address is None:
-            ray.shutdown()  # with all processes of this Ray, and with them whatever listens
+            # ends every process of this Ray, including the one that listens
+            ray.shutdown()
 
 
 def _start(app: Application) -> None:
+    """Deploy the application and wait until it is ready.
+
+    Raises:
+        ValueError: the fleet has not started.
+    """
     try:
         serve.run(app, name=NAME, route_prefix="/")
     except RuntimeError as error:
@@ -148,11 +182,12 @@ def _start(app: Application) -> None:
 
 
 def _interrupt(*_: object) -> None:
+    """Handle a signal as Ctrl-C."""
     raise KeyboardInterrupt
 
 
 def start_ray(options: FleetOptions, host: str, port: int, address: str | None = None) -> None:
-    """A Ray of our own, or the one at this address, and its Serve, which will listen there."""
+    """Start Ray, or connect to the cluster at `address`, then start its HTTP server."""
     if address is None:
         _close_ray()
         ray.init(
@@ -162,14 +197,18 @@ def start_ray(options: FleetOptions, host: str, port: int, address: str | None =
         )
     else:
         ray.init(address=address, namespace=NAME)
+
     http = HTTPOptions(host=host, port=port, location=ProxyLocation.HeadOnly)
     serve.start(http_options=http, logging_config=QUIET)
 
 
 def _close_ray() -> None:
-    """Let only processes of this fleet use its Ray, which listens on all interfaces. Where the
-    operator has set nothing else, Ray wants a token; its own would lie in a file that others may
-    read."""
+    """Require a token on Ray's ports, which listen on all interfaces, so that only this fleet uses
+    them.
+
+    The token is new at each start. If the operator has configured Ray's authentication, nothing
+    changes. Ray's own token would be in a file that other users may read.
+    """
     if not any(
         name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
     ):
@@ -177,16 +216,23 @@ def _close_ray() -> None:
 
 
 def _deployment(kind: type) -> Deployment:
-    found: Deployment = serve.deployment(kind)  # type: ignore[assignment]  # it is typed as of a function
+    """Return the Ray Serve deployment of a class."""
+    # Ray's type stubs describe a function here
+    found: Deployment = serve.deployment(kind)  # type: ignore[assignment]
     return found
 
 
 def _most(options: FleetOptions) -> int:
-    """Servers at once, without the one more that is there while they are replaced."""
+    """Return the maximum number of replicas, without the extra one during a replacement."""
     return int((options.autoscaling or {}).get("max_replicas", options.replicas))
 
 
 def _scaling(options: FleetOptions) -> dict[str, Any]:
+    """Return the deployment's options for the number of replicas.
+
+    Raises:
+        ValueError: Ray Serve does not accept the autoscaling configuration.
+    """
     if options.autoscaling is None:
         return {"num_replicas": options.replicas}
     try:
@@ -196,21 +242,27 @@ def _scaling(options: FleetOptions) -> dict[str, Any]:
 
 
 def _check_exposure(options: FleetOptions, host: str | None) -> None:
-    """See `check_exposure`."""
+    """Apply `check_exposure` to the fleet's listening address; None: any interface."""
     keys, is_single = Keys.of(_served(options)), "--kvgraft-single-tenant" in options.arguments
     check_exposure(keys.api_keys, host=host, uds=None, single_tenant=is_single)
 
 
 def _served(options: FleetOptions) -> Namespace:
-    """What the flags of a server say; ValueError if it would not start with them."""
+    """Return the parsed arguments of one server.
+
+    Raises:
+        ValueError: a server would not start with them.
+    """
     from kvgraft.vllm.server.arguments import parse
 
     return parse(options.command)
 
 
 def _environment(options: FleetOptions) -> dict[str, str]:
-    """What its servers get beside ours: on CPUs, several of them must not bind to the same
-    cores."""
+    """Return the variables to add to the servers' environment.
+
+    On CPUs, several servers must not bind their threads to the same cores.
+    """
     if options.gpus or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return {}
     return {
@@ -220,9 +272,9 @@ def _environment(options: FleetOptions) -> dict[str, str]:
 
 
 def end_fleet(application: str, drain_s: float) -> None:
-    """Have what is in flight end, cut what has not after so many seconds, and end all servers.
+    """Drain the fleet for `drain_s` seconds, cut off requests that still run, and end all servers.
 
-    While this lasts the fleet answers 503 to new requests. Ray still runs afterwards.
+    During the drain new requests get a 503. Ray itself keeps running.
     """
     ingresses = serve.get_deployment_handle(INGRESS, application)
     asyncio.run(_end(ingresses, serve.get_deployment_handle(REPLICA, application), drain_s))

@@ -1,4 +1,4 @@
-"""What is asked of all replicas of a deployment at once."""
+"""Call of a method on all replicas of a Ray Serve deployment at once."""
 
 import asyncio
 from typing import Any
@@ -10,8 +10,12 @@ from ray.serve.handle import DeploymentHandle
 async def ask_all(
     replicas: DeploymentHandle, method: str, *args: Any, within_s: float
 ) -> list[Any]:
-    """What each replica answers, or an exception: TimeoutError of one that has not in so many
-    seconds. Nothing where there is no replica."""
+    """Call a method on all replicas and return their answers.
+
+    Returns:
+        One answer or exception per replica; TimeoutError of a replica that does not answer within
+            `within_s` seconds. Empty if there is no replica.
+    """
     deadline = asyncio.get_running_loop().time() + within_s
 
     async def answer_of(asked: Any) -> Any:
@@ -20,7 +24,7 @@ async def ask_all(
 
     try:
         async with asyncio.timeout_at(deadline):
-            # Ray's `results_async` has no answer at all if one replica gives none in time
+            # Ray's `results_async` returns no answer if one replica does not answer in time
             asked = await replicas.broadcast(method, *args)._fetch_replica_results_async()
     except (DeploymentUnavailableError, TimeoutError):
         return []

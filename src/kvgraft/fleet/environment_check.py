@@ -1,4 +1,4 @@
-"""What the machines of a fleet must have alike."""
+"""Check that all machines of a fleet have the same environment variables."""
 
 import hashlib
 import os
@@ -9,20 +9,27 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class EnvironmentCheck:
-    """Environment variables as they are where a fleet is started: their digests, which tell nothing
-    but whether another machine has the same value."""
+    """Salted digests of environment variables on the machine that starts the fleet.
+
+    A digest reveals only whether another machine has the same value.
+    """
 
     salt: bytes = field(repr=False)
     digests: dict[str, bytes] = field(repr=False)
 
     @classmethod
     def here(cls, names: Iterable[str]) -> "EnvironmentCheck":
-        """As they are here; one that is not set must not be set elsewhere, either."""
+        """Return the digests on this machine; a variable that is not set must not be set elsewhere,
+        either."""
         salt = secrets.token_bytes(32)
         return cls(salt, {name: _digest(salt, name) for name in names})
 
     def check(self) -> None:
-        """Raise ValueError, with their names, if some differ here."""
+        """Compare the digests with this machine's environment.
+
+        Raises:
+            ValueError: variables differ; the message names them.
+        """
         if others := [
             name for name, digest in self.digests.items() if _digest(self.salt, name) != digest
         ]:
@@ -33,5 +40,7 @@ class EnvironmentCheck:
 
 
 def _digest(salt: bytes, name: str) -> bytes:
+    """Return the salted digest of a variable's value; a variable that is not set has its own
+    digest."""
     value = os.environ.get(name)
     return hashlib.blake2b(b"" if value is None else b"=" + value.encode(), key=salt).digest()

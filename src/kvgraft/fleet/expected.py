@@ -1,5 +1,4 @@
-"""How long a prompt would take to its first token on each server, by what these hold and by what
-waits there."""
+"""Expected prefill time of a prompt on each server, from the text that the server holds."""
 
 from dataclasses import dataclass
 
@@ -8,17 +7,18 @@ import numpy as np
 from kvgraft.prefill.costs import Costs
 from kvgraft.segments.fingerprints import Fingerprints
 
-BYTES_PER_TOKEN = 4.0  # until a server says otherwise
+# until a server reports its own value
+BYTES_PER_TOKEN = 4.0
 
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """Of one prompt, by server: float64 [servers] each.
+    """Expected prefill of one prompt by server; each array is float64 [servers].
 
     Attributes:
-        prefix_tokens, grafted_tokens: that would be there, as a beginning and elsewhere; the others
-            are computed.
-        prefill_s: seconds of its own prefill.
+        prefix_tokens: tokens that the server holds as the beginning of a prompt.
+        grafted_tokens: tokens that it holds elsewhere; it computes the others.
+        prefill_s: seconds of this prompt's prefill.
     """
 
     prefix_tokens: np.ndarray
@@ -35,24 +35,31 @@ def expect(
     work: float,
     bytes_per_token: float = BYTES_PER_TOKEN,
 ) -> Expected:
-    """What a prompt would take.
+    """Return the expected prefill of a prompt on each server.
 
     Args:
-        known: bool [servers, n], which fingerprints are known where.
-        begun: the same of `Fingerprints.chain`: what was read there as a beginning.
-        costs: of the model on its machine.
-        work: share of what is grafted that is computed all the same.
+        text: fingerprints of the prompt.
+        known: bool [servers, n], whether a server holds a fingerprint.
+        begun: bool [servers, n], the same for `Fingerprints.chain`: held as the beginning of a
+            prompt.
+        costs: costs of the model on its machine.
+        work: share of the grafted tokens that is recomputed.
+        bytes_per_token: mean bytes of text per token.
     """
     num_tokens = text.num_bytes / bytes_per_token
-    # no gap: one bit that is set by chance says little
+    # the beginning must have no gap, because a single bit may be set by a collision
     beginning = np.logical_and.accumulate(known & begun, axis=1)
-    last = beginning.sum(axis=1)  # how many fingerprints the beginning has
+    # number of fingerprints in the beginning
+    last = beginning.sum(axis=1)
     prefix = np.append(0, text.places)[last] / bytes_per_token
+
     behind = np.arange(known.shape[1]) >= last[:, None]
     grafted = text.known_bytes(known & behind) / bytes_per_token
     new = np.maximum(num_tokens - prefix - grafted, 1.0)
-    pairs = (num_tokens**2 - prefix**2) / 2  # of all that is not there as a beginning
+    # query-key pairs of all tokens after the prefix
+    pairs = (num_tokens**2 - prefix**2) / 2
     share = grafted / (grafted + new)
+
     full = costs.computing(new + grafted, pairs)
     reuse = costs.grafting(new, pairs * (1 - share), grafted, pairs * share, work)
     return Expected(prefix, grafted, np.where(grafted > 0, np.minimum(full, reuse), full))

@@ -1,4 +1,4 @@
-"""Metrics of a fleet: those of its router, and those of all servers side by side."""
+"""Metrics of a fleet: those of its router, and those of all servers with a label per replica."""
 
 from collections.abc import Iterable
 
@@ -32,14 +32,14 @@ SECONDS = tuple(ms / 1000 for ms in _MS)
 
 
 def _show(counter: Counter, *values: str) -> None:
-    """Have these values of its label from the start, at 0: `increase()` sees no first event
+    """Create the series of these label values at 0; `increase()` would miss their first event
     otherwise."""
     for value in values:
         counter.labels(value)
 
 
 class Figures:
-    """What one ingress has done."""
+    """Metrics of one ingress process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -73,11 +73,12 @@ class Figures:
         _show(self.failed, "1", "2", "stream")
 
 
-FIGURES = Figures()  # of this process
+# the metrics of this process, shared by its ingress and its router
+FIGURES = Figures()
 
 
 class ReplicaFigures:
-    """What one replica has done, beside its server."""
+    """Metrics of one replica, in addition to those of its server."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -92,13 +93,16 @@ class ReplicaFigures:
 
 
 def shown(name: str) -> bytes:
-    """Our own, as of the ingress with this name."""
+    """Return the metrics of this process with the label of the ingress that it is."""
     return _text(_with_label(FIGURES.registry.collect(), "ingress", name))
 
 
 def labelled(texts: Iterable[tuple[str, str]]) -> bytes:
-    """The metrics of servers, by their names, as one text: each sample says which replica's it
-    is."""
+    """Merge the metrics of several servers into one text, with a replica label on each sample.
+
+    Args:
+        texts: name and metrics text of each replica.
+    """
     families: dict[str, Metric] = {}
     for name, text in texts:
         for family in _with_label(text_string_to_metric_families(text), "replica", name):
@@ -109,6 +113,7 @@ def labelled(texts: Iterable[tuple[str, str]]) -> bytes:
 
 
 def _with_label(families: Iterable[Metric], label: str, value: str) -> Iterable[Metric]:
+    """Yield metric families with one label added to each sample."""
     for family in families:
         found = Metric(family.name, family.documentation, family.type)
         found.samples = [
@@ -118,6 +123,8 @@ def _with_label(families: Iterable[Metric], label: str, value: str) -> Iterable[
 
 
 class _Collected:
+    """Prometheus collector that returns the given metric families."""
+
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
 
@@ -126,6 +133,7 @@ class _Collected:
 
 
 def _text(families: Iterable[Metric]) -> bytes:
+    """Return metric families in Prometheus's text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collected(list(families)))
     return generate_latest(registry)

@@ -1,5 +1,4 @@
-"""The one endpoint of a fleet: who asks, by which text a request is routed, and what is tried
-again."""
+"""HTTP endpoint of a fleet: authentication, fingerprints for routing, and retries."""
 
 import asyncio
 import logging
@@ -40,34 +39,42 @@ from kvgraft.vllm.server.keys import Keys
 from kvgraft.vllm.server.tenancy import Keyring, Principal, shown_key
 
 STATUS = "/v1/kvgraft/fleet"
+# routes with a prompt: a POST is routed by text, and the text counts as known afterwards
 PROMPTED = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"}
     | {"/v1/messages", "/v1/responses", "/invocations"}
-)  # what is posted there is read, and held then
-LOOK_S = 8.0  # for which it is waited what servers say of themselves: scrapers wait for 10
-STATE_S = 5.0  # for the state of servers
-SHOWN_S = 1.0  # for which metrics are shown again
-# after which clients of a fleet that ends may ask again: another one may be there then
+)
+# time to wait for metrics and status of replicas; Prometheus waits 10 s by default
+LOOK_S = 8.0
+# time to wait for the replicas' changes of state
+STATE_S = 5.0
+# time for which collected metrics are sent again
+SHOWN_S = 1.0
+# Retry-After of a fleet that ends; a new fleet may be there by then
 RETRY_S = 10
-LAST = b"data: [DONE]\n\n"  # of a stream
-CUT_S = 1.0  # in which a stream has its next token
-LONG = 1 << 16  # bytes of a body that others need not wait for
+# last event of a stream
+LAST = b"data: [DONE]\n\n"
+# time within which a running stream produces its next token
+CUT_S = 1.0
+# bytes; a longer body is fingerprinted in a thread, to keep the event loop free
+LONG = 1 << 16
 FAILED = (RayActorError, aiohttp.ClientError, asyncio.IncompleteReadError, ConnectionError)
 logger = logging.getLogger("ray.serve")
 
 
 class Ingress:
-    """Takes the requests of all clients and passes them on to replicas.
+    """HTTP endpoint that passes the requests of all clients to replicas.
 
-    A request is tried a second time if its replica fails before anything of the answer was sent on;
-    what fails later ends with an error, in a stream as an event.
+    If a replica fails before any part of its answer was sent on, the request is tried once more on
+    another replica. A later failure ends the answer with an error; in a stream the error is an
+    event.
 
     Args:
         replicas: handle of the deployment of `Replica`.
-        keys: API keys and admin key, as those of the servers.
-        names: under which the model is served; a request with another one is for an adapter.
-        secret: at most 64 bytes that all replicas of this deployment share, of which fingerprints
-            are made.
+        keys: API keys and admin key, the same as those of the servers.
+        names: names of the base model; a request with another model name is for an adapter.
+        secret: key of the fingerprints, at most 64 bytes, shared by all processes of this
+            deployment.
     """
 
     def __init__(
@@ -79,12 +86,14 @@ class Ingress:
         self._state_log, self._has_learnt = StateLog(), False
         self._in_flight: set[asyncio.Task[Any]] = set()
         self._is_closing = self._is_cut = False
-        self._shown: asyncio.Task[bytes] | None = None  # metrics
+        # the last collection of metrics
+        self._shown: asyncio.Task[bytes] | None = None
         self._shown_until = 0.0
 
     async def __call__(self, request: Request) -> Response:
-        """One request."""
-        if (task := asyncio.current_task()) is not None:  # which also sends the answer
+        """Answer one request."""
+        # this task also sends the answer, so it ends when the answer is complete
+        if (task := asyncio.current_task()) is not None:
             self._in_flight.add(task)
             task.add_done_callback(self._in_flight.discard)
         try:
@@ -96,26 +105,36 @@ class Ingress:
             return refused.response
         except Disconnected:
             return Response(status_code=499)
+
         path = request.url.path
         if path in ("/metrics", "/metrics/"):
             return Response(await self._metrics(), media_type="text/plain; version=0.0.4")
         if path == STATUS:
             return await self._status(principal)
+
         is_read = principal is not None and request.method == "POST" and path in PROMPTED
         text = await self._text_of(principal, body) if principal is not None and is_read else None
+
         written = request.scope.get("raw_path") or quote(path).encode()
         target = written.decode() + (f"?{request.url.query}" if request.url.query else "")
         passed_on = FleetRequest(request.method, target, tuple(request.headers.items()), body, text)
+
         if path.startswith(PATHS) and request.method != "GET":
             return await self._ask_all(passed_on)
         return await self._ask_one(passed_on)
 
     def _authenticate(self, request: Request) -> Principal | None:
-        """Who asks; None where that does not matter: of a body nothing is read then. What a key
-        allows its server decides."""
+        """Return the caller, or None on an open route, where the body is not read.
+
+        The server decides what the key allows.
+
+        Raises:
+            Refused: the key is missing or unknown.
+        """
         path = request.url.path
         if access(path) is Access.OPEN:
             return None
+
         shown = shown_key(request.headers.get("Authorization"), basic=path in PAGE_ROUTES)
         if (principal := self._keyring.principal(shown)) is None:
             challenge = 'Basic realm="kvgraft", charset="UTF-8"' if path == PAGE else "Bearer"
@@ -123,12 +142,13 @@ class Ingress:
         return principal
 
     async def _text_of(self, principal: Principal, body: bytes) -> Fingerprints | None:
-        """By which a request is routed; None if it has no text."""
+        """Return the fingerprints by which a request is routed; None if it has no text."""
         if len(body) > LONG:
             return await asyncio.to_thread(self._found_text, principal, body)
         return self._found_text(principal, body)
 
     def _found_text(self, principal: Principal, body: bytes) -> Fingerprints | None:
+        """Compute the fingerprints of a request's text; None if it has no text."""
         request = decoded(body)
         if not (texts := texts_of(request)):
             return None
@@ -140,6 +160,7 @@ class Ingress:
             )
 
     async def _ask_one(self, request: FleetRequest) -> Response:
+        """Pass a request to one replica, and to a second one if the first fails."""
         for attempt in (1, 2):
             answer: Any = self._streams.remote(request)
             try:
@@ -152,7 +173,8 @@ class Ingress:
                 cause = getattr(error, "cause", None)
                 if not isinstance(error, FAILED) and not isinstance(cause, FAILED):
                     raise
-                if isinstance(cause, ServerFailed):  # it may take a while until Ray knows
+                # avoid this replica, because Ray may take a while to notice the failure
+                if isinstance(cause, ServerFailed):
                     request = replace(request, avoids=request.avoids | {*cause.args})
                 logger.warning("a replica failed at attempt %d: %s", attempt, type(error).__name__)
                 FIGURES.failed.labels(attempt).inc()
@@ -166,13 +188,16 @@ class Ingress:
         return Refused(503, "two replicas have failed before they answered").response
 
     async def _rest(self, first: bytes, answer: Any) -> AsyncGenerator[bytes]:
-        """A stream as it comes. If the client leaves, so does the request; if the replica fails, or
-        the fleet ends, the stream ends with an error event."""
+        """Yield a stream's chunks as they arrive.
+
+        If the client disconnects, the request is cancelled. If the replica fails or the fleet ends,
+        the stream ends with an error event.
+        """
         try:
             yield first
             async for chunk in answer:
                 yield chunk
-                # a whole event
+                # cut only after a complete event
                 if self._is_cut and chunk.endswith(b"\n\n") and not chunk.endswith(LAST):
                     yield _error("this fleet has ended")
                     return
@@ -185,7 +210,7 @@ class Ingress:
                 answer.cancel()
 
     async def _ask_all(self, request: FleetRequest) -> Response:
-        """What changes the state of a server is asked of each that there is."""
+        """Send a change of state to every replica, and log the changes that were made."""
         request = replace(request, at=time.time_ns())
         answers = await ask_all(self._replicas, "once", request, within_s=CHANGE_S + LOOK_S)
         for answer in answers:
@@ -194,8 +219,13 @@ class Ingress:
         return together(answers)
 
     async def drain(self, within_s: float) -> int:
-        """Refuse new requests from now on, and wait so many seconds for those in flight. Then
-        streams end with an error at their next token; how many requests are left."""
+        """Refuse new requests, and wait up to `within_s` seconds for those that run.
+
+        After that time each stream ends with an error at its next token.
+
+        Returns:
+            Number of requests that still run.
+        """
         self._is_closing = True
         for seconds in (within_s, CUT_S):
             deadline = time.monotonic() + seconds
@@ -205,7 +235,10 @@ class Ingress:
         return len(self._in_flight)
 
     async def replayed_state(self) -> ReplayedState:
-        """Return the changes of state that a server must repeat when it starts."""
+        """Return the changes of state that a new replica must repeat.
+
+        An ingress that has just started first asks the replicas for them.
+        """
         if not self._has_learnt:
             answers = await self._say("replayed_state", STATE_S)
             self._state_log.learn(answers)
@@ -213,18 +246,21 @@ class Ingress:
         return self._state_log.state
 
     async def _say(self, method: str, within_s: float = LOOK_S) -> list[Any]:
-        """What replicas say of themselves; without those that fail."""
+        """Call a method of every replica, and return the answers of those that do not fail."""
         answers = await ask_all(self._replicas, method, within_s=within_s)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def _metrics(self) -> bytes:
-        """Anybody may ask for them: servers are asked once for all who do so until they have
-        answered, and a second."""
+        """Return the metrics of the fleet, collected at most once a second.
+
+        The route is open to all. One collection serves all callers that arrive while it runs.
+        """
         if self._shown is None or (self._shown.done() and time.monotonic() > self._shown_until):
             self._shown = asyncio.create_task(self._asked_metrics())
         return await asyncio.shield(self._shown)
 
     async def _asked_metrics(self) -> bytes:
+        """Collect the metrics of this ingress and of all replicas."""
         try:
             own = shown(get_replica_context().replica_id.unique_id)
             return own + labelled(await self._say("metrics"))
@@ -232,6 +268,7 @@ class Ingress:
             self._shown_until = time.monotonic() + SHOWN_S
 
     async def _status(self, principal: Principal | None) -> Response:
+        """Answer with the state of all replicas, for the admin or the only tenant."""
         if principal is None or not (principal.is_admin or self._keyring.has_one_tenant):
             return Refused(403, "this needs the admin key").response
         return JSONResponse(
@@ -244,42 +281,50 @@ class Ingress:
 
 
 def together(answers: Sequence[tuple[Head, bytes] | BaseException]) -> Response:
-    """Answer a change of state: the first answer if all servers say the same, else how
-    many have done it."""
+    """Combine the replicas' answers to a change of state.
+
+    Returns:
+        The first answer if all replicas agree, else an error that counts the replicas that did it.
+    """
     given = [answer for answer in answers if not isinstance(answer, BaseException)]
     refusals = [answer for answer in given if answer[0].status >= HTTPStatus.BAD_REQUEST]
     num_done, num_silent = len(given) - len(refusals), len(answers) - len(given)
+
     if not answers:
         return Refused(
             503, "no server is there: none has started yet, or all were idle and have ended"
         ).response
+
     if num_silent:
         message = (
             f"{num_done} of {len(answers)} servers have done this, {num_silent} failed or did not "
             "answer in time"
         )
         return Refused(503, f"{message}, and may do it later: ask again").response
+
     if refusals and num_done:
         head, body = refusals[0]
         error = decoded(body).get("error")
         said = error.get("message") if isinstance(error, dict) else body.decode(errors="replace")
         message = f"{len(refusals)} of {len(answers)} servers refuse this, the others have done it"
         return Refused(head.status, f"{message}: {said}").response
+
     return _answer(*given[0])
 
 
 def _answer(head: Head, body: bytes) -> Response:
+    """Return a complete server answer as an HTTP response."""
     return with_headers(Response(body, head.status), head)
 
 
 def with_headers(response: Response, head: Head) -> Response:
-    """With all headers of a server's answer, repeated ones, too."""
+    """Add all headers of a server's answer to a response, including repeated ones."""
     for name, value in head.headers:
         response.headers.append(name, value)
     return response
 
 
 def _error(message: str) -> bytes:
-    """The event with which a stream ends that cannot go on."""
+    """Return the error event that ends a stream early."""
     body = {"error": {"message": message, "type": "server_error", "code": 503}}
     return b"data: " + msgspec.json.encode(body) + b"\n\n"

@@ -1,5 +1,4 @@
-"""The command line of a fleet, and its options; Ray, whose import takes seconds, is not needed to
-read them."""
+"""Command line and options of a fleet. This module does not import Ray, which takes seconds."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -10,27 +9,27 @@ import msgspec
 from kvgraft.fleet.ranking import IMBALANCE, ROUTINGS
 from kvgraft.vllm.server.checks import HOST, PORT, address_reasons, check_arguments
 
-OWN = ("--host", "--port", "--uds")  # flags that a fleet gives its servers
+# flags that the fleet itself sets for its servers
+OWN = ("--host", "--port", "--uds")
 
 
 class FleetOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fleet. The fields are the `args` of an application in a configuration file of Ray Serve,
-    too.
+    """Options of a fleet; also the `args` of the application in a Ray Serve configuration file.
 
     Attributes:
-        model: directory or name; None: the bundled one.
+        model: directory or name; None: the bundled model.
         arguments: any flags of `kvgraft serve`, the same for all servers.
-        replicas: how many servers.
-        autoscaling: instead, what Ray Serve calls `autoscaling_config`.
+        replicas: number of servers.
+        autoscaling: Ray Serve's `autoscaling_config`, in place of `replicas`.
         cpus, gpus: of one server, as Ray counts them.
-        ingresses: how many processes take requests.
-        routing: one of `ROUTINGS`; all but the first for comparisons.
-        imbalance: see `Ranking`.
-        sketch_s: seconds between two sketches of what a server holds.
-        drain_s: seconds that a server which is to end has for what it has in flight.
+        ingresses: number of processes that accept requests.
+        imbalance: load cap, see `Ranking`.
+        routing: one of `ROUTINGS`; all but the first are for comparisons.
+        sketch_s: seconds between two sketches of a server's contents.
+        drain_s: seconds that running requests have when a server or the fleet ends.
 
     Raises:
-        ValueError: a field out of its range.
+        ValueError: a field is out of range.
     """
 
     model: str | None = None
@@ -63,17 +62,16 @@ class FleetOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def command(self) -> list[str]:
-        """The arguments of each server."""
+        """Arguments of each server."""
         return [*([self.model] if self.model is not None else []), *self.arguments]
 
 
 def read_command(arguments: Sequence[str]) -> tuple[FleetOptions, Namespace]:
-    """Options of a fleet, and where it listens (`host`, `port`, `address` of a Ray cluster), from a
-    command line.
+    """Return the options of a fleet, and its `host`, `port` and Ray `address`, from a command line.
 
     Raises:
-        ValueError: what was given does not go together, or cannot be served, as far as that is seen
-            without vLLM.
+        ValueError: the arguments contradict each other, or cannot be served, as far as can be
+            checked without vLLM.
     """
     args, rest = _parser().parse_known_args(list(arguments))
     options = _options(args, rest)
@@ -82,8 +80,10 @@ def read_command(arguments: Sequence[str]) -> tuple[FleetOptions, Namespace]:
 
 
 def _check(options: FleetOptions, args: Namespace) -> None:
-    """Refuse in seconds what can be seen without vLLM. Paths and ports are those of this machine,
-    so nothing of them is known of a cluster."""
+    """Refuse what can be checked within seconds, without vLLM.
+
+    On a cluster nothing is checked, because paths and ports are those of other machines.
+    """
     if args.address is None:
         if reasons := list(address_reasons(args.host, args.port)):
             raise ValueError("; ".join(reasons))
@@ -91,6 +91,7 @@ def _check(options: FleetOptions, args: Namespace) -> None:
 
 
 def _options(args: Namespace, rest: Sequence[str]) -> FleetOptions:
+    """Return the options in parsed arguments; other arguments go to the servers."""
     has_model = bool(rest) and not rest[0].startswith("-")
     given = {
         name: value for name, value in vars(args).items() if name not in ("host", "port", "address")
@@ -106,6 +107,7 @@ def _options(args: Namespace, rest: Sequence[str]) -> FleetOptions:
 
 
 def _parser() -> ArgumentParser:
+    """Return the parser of the fleet's own flags."""
     parser = ArgumentParser(
         prog="kvgraft fleet",
         usage="kvgraft fleet [MODEL] [--replicas N] [options] [any flag of kvgraft serve]",

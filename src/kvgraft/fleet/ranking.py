@@ -1,4 +1,4 @@
-"""Which server a prompt should go to. The same code routes requests and simulated ones."""
+"""Ranking of replicas for a prompt, used for live routing and in the simulation."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -14,25 +14,31 @@ from kvgraft.prefill.costs import TOKENS, Costs
 from kvgraft.reuse.cost import WORK
 from kvgraft.segments.fingerprints import Fingerprints
 
-SILENCE = 30.0  # seconds after which what a server said counts no longer
-HEARTBEAT = 10.0  # seconds after which a server says something new, even if nothing has changed
-TINY = 1e-12  # seconds that a prompt takes at least: costs may be nothing
-ROUTINGS = ("segments", "prefixes", "load", "random")  # by all text, by beginnings only, or by none
-IMBALANCE = 1.5  # times the mean of what is in flight that a server may have, and one request more
+# seconds after which a replica's last report no longer counts
+SILENCE = 30.0
+# seconds after which a replica sends a new report, even if nothing has changed
+HEARTBEAT = 10.0
+# minimum seconds of a prompt, because costs may be zero
+TINY = 1e-12
+# by all text, by beginnings only, by load, or at random
+ROUTINGS = ("segments", "prefixes", "load", "random")
+# load cap: requests of a replica as a multiple of the mean, plus one
+IMBALANCE = 1.5
 
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What a server says of itself.
+    """Report of one replica on its contents, queue and speed.
 
     Attributes:
-        text, beginnings: sketches (`known_text.pack`) of its fingerprints and of their chains.
-        waiting_s: seconds of prefill that wait there, as they are expected.
-        costs: of its model on its machine; `work`: share of what is grafted that its policy
-            computes.
-        bytes_per_token: of the text that it reads.
-        pace: seconds that really pass for an expected one, see `Pace`.
-        beat: another number every `HEARTBEAT` seconds, so that it is heard.
+        text: sketch (`router_view.pack`) of its fingerprints.
+        beginnings: sketch of the chains of its fingerprints, for text at the beginning of prompts.
+        waiting_s: expected seconds of prefill of its waiting prompts.
+        costs: costs of its model on its machine.
+        work: share of grafted tokens that its policy recomputes.
+        bytes_per_token: mean over the text that it reads.
+        pace: real seconds per expected second, see `LatencyCalibration`.
+        beat: a number that changes every `HEARTBEAT` seconds, so that equal reports still differ.
     """
 
     text: bytes
@@ -45,35 +51,45 @@ class ReplicaReport:
     beat: int = 0
 
     def as_stats(self) -> dict[str, Any]:
-        """As numbers, texts and bytes."""
+        """Return the report as a dictionary of numbers, strings and bytes."""
         return asdict(self)
 
     @classmethod
     def of(cls, stats: Mapping[str, Any]) -> "ReplicaReport":
-        """What `as_stats` has given."""
+        """Return the report in a dictionary made by `as_stats`."""
         return cls(**{**stats, "costs": Costs(**stats["costs"])})
 
 
 @dataclass
 class _State:
+    """State of one replica, as the router knows it.
+
+    Attributes:
+        report: its last report.
+        heard: time of that report.
+        free_at: estimated time at which all prompts that were sent there are prefilled.
+        others_free_at: the same for the prompts that other routers sent.
+        sent_s: expected seconds of prompts that this router sent and that may still run.
+        answered_s: expected seconds of prompts answered since `heard`; the next report may be
+            older.
+    """
+
     report: ReplicaReport
-    heard: float  # when
-    # when all prompts that were sent there will have been read, as far as can be told
+    heard: float
     free_at: float
-    others_free_at: float  # when those will that others have sent
-    sent_s: float  # expected seconds of those that were sent from here, and may be in flight
-    # of those answered since `heard`: the next report may have been made before
+    others_free_at: float
+    sent_s: float
     answered_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Ranked(Generic[Server]):
-    """Servers for a prompt, the best first.
+    """Replicas for one prompt, the best first.
 
     Attributes:
-        known_tokens: of the prompt, expected to be at the best.
-        informed: whether anything was known of the servers; else they are in no order but that of
-            their load.
+        servers: the replicas in order.
+        known_tokens: prompt tokens that the best replica is expected to hold.
+        informed: whether any replica has reported; if not, the order is that of the load.
     """
 
     servers: list[Server]
@@ -82,20 +98,21 @@ class Ranked(Generic[Server]):
 
 
 class Ranking(Generic[Server]):
-    """Ranks the servers of a fleet for one prompt after the other. For one thread.
+    """Ranking of a fleet's replicas, one prompt after the other; for one thread.
 
-    The best is where the first token is expected soonest, as long as some server has nothing to do.
-    When all have, others wait for what this prompt computes, too, and its seconds count as often:
-    what is computed less then is the fleet's throughput.
+    The best replica is the one with the earliest expected first token. If every replica has waiting
+    prompts, the computation of this prompt also delays those. Its prefill seconds then count once
+    more per waiting prompt, which favours replicas that know more of its text, and so the
+    throughput.
 
-    A server that says nothing for `SILENCE` seconds is taken to hold nothing; one that has
-    `imbalance` times as much in flight as the mean, and one request more, comes last, whatever it
-    holds.
+    A replica without a report for `SILENCE` seconds counts as empty. A replica above the load cap
+    (`imbalance` times the mean of running requests, plus one) comes last.
 
     Args:
         imbalance: see `IMBALANCE`.
-        grafts: whether text counts that is no beginning; without, this is a prefix-aware router.
-        clock: seconds.
+        grafts: whether text away from the beginning of a prompt counts. Without it, this is a
+            prefix-aware router.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -114,9 +131,14 @@ class Ranking(Generic[Server]):
         self._random = np.random.default_rng(0)
 
     def hear(self, server: Server, report: ReplicaReport) -> None:
-        """A server has said what it holds. ValueError if its sketches are none."""
+        """Record a replica's report.
+
+        Raises:
+            ValueError: its sketches cannot be decoded.
+        """
         self._text.update(server, report.text)
         self._beginnings.update(server, report.beginnings)
+
         now, before = self._clock(), self._servers.get(server)
         sent_s, answered_s = (
             (before.sent_s, before.answered_s) if before is not None else (0.0, 0.0)
@@ -128,16 +150,17 @@ class Ranking(Generic[Server]):
         self._servers[server] = _State(report, now, free_at, others_free_at, sent_s)
 
     def forget(self, server: Server) -> None:
-        """A server is gone."""
+        """Remove a replica."""
         self._servers.pop(server, None)
         self._text.remove_server(server)
         self._beginnings.remove_server(server)
 
     def rank(self, text: Fingerprints, in_flight: Mapping[Server, int]) -> Ranked[Server]:
-        """The servers in the order in which a prompt should be offered to them.
+        """Return the replicas in the order in which the prompt should be offered to them.
 
         Args:
-            in_flight: requests by server; these are the servers that there are.
+            text: fingerprints of the prompt.
+            in_flight: running requests of each replica; its keys are the present replicas.
         """
         servers, now = list(in_flight), self._clock()
         loads = np.fromiter(in_flight.values(), np.int64, len(servers))
@@ -145,12 +168,14 @@ class Ranking(Generic[Server]):
         is_heard = np.array(
             [state is not None and now - state.heard <= SILENCE for state in states], bool
         )
+
         free_at = np.zeros(len(servers))
         for number, (state, load) in enumerate(zip(states, loads.tolist(), strict=True)):
             if state is not None:
                 free_at[number] = state.free_at if load else state.others_free_at
                 if not load:
                     state.answered_s, state.sent_s = state.answered_s + state.sent_s, 0.0
+
         seconds = np.maximum(free_at - now, 0.0)
         known, informed = np.zeros(len(servers)), bool(is_heard.any())
         if informed:
@@ -158,35 +183,44 @@ class Ranking(Generic[Server]):
                 text, [servers[number] for number in np.flatnonzero(is_heard).tolist()]
             )
             known[is_heard] = expected.prefix_tokens + expected.grafted_tokens
-            # one pace for all: a server that was slow once, and gets nothing since, would stay slow
+            # use one pace for all replicas: otherwise a replica that was slow once gets no prompts,
+            # so its pace never improves
             prefill_s = expected.prefill_s * median(
                 state.report.pace for state in states if state is not None
             )
-            # prompts that wait even where least does: they have to wait for this one's seconds, too
+            # If prompts wait even at the least busy replica, this prompt's prefill delays them,
+            # too. Count its seconds once more for each of them.
             prefill_s *= 1.0 + seconds[is_heard].min() / max(prefill_s.mean(), TINY)
             seconds[is_heard] += prefill_s
-            seconds[~is_heard] += prefill_s.max()  # as long as on the one that holds least
+            # without a report, expect as much as the replica that holds least
+            seconds[~is_heard] += prefill_s.max()
+
         over = loads > self._imbalance * loads.mean() + 1
-        turns = self._random.random(len(servers))  # of equal ones
+        # break ties at random
+        turns = self._random.random(len(servers))
         order = np.lexsort((turns, loads, seconds, over) if informed else (turns, loads)).tolist()
         return Ranked(
             [servers[number] for number in order], float(known[order[0]]), informed=informed
         )
 
     def sent(self, server: Server, text: Fingerprints) -> None:
-        """A prompt went to a server."""
+        """Record that a prompt was sent to a replica."""
         if (state := self._servers.get(server)) is not None:
             seconds = float(self._expect(text, [server]).prefill_s[0])
             now = self._clock()
             state.free_at = max(state.free_at, now) + seconds * state.report.pace
             state.sent_s += seconds
-            # what is noted is let go when the server is heard next
+            # These notes expire only with a replica's next report, so a silent one gets none.
             if now - state.heard <= SILENCE:
                 self._text.sent(server, text.values)
                 self._beginnings.sent(server, text.chain())
 
     def _expect(self, text: Fingerprints, heard: list[Server]) -> Expected:
-        """Of these servers, by what the first one takes: those of a fleet are alike."""
+        """Return the expected prefill of a prompt on these replicas.
+
+        Costs are those of the first replica, because all replicas of a fleet have the same model
+        and flags.
+        """
         report = self._servers[heard[0]].report
         known, begun = (
             self._text.where(text.values, heard),

@@ -1,5 +1,4 @@
-"""The text that one server holds, as far as those can tell who send it prompts: the last that fits
-into its KV pool."""
+"""Estimate of the text that one server holds: the latest prompts that fit into its KV pool."""
 
 from collections import OrderedDict
 
@@ -10,32 +9,35 @@ from kvgraft.segments.fingerprints import SPACING, Fingerprints
 
 
 class ReplicaContents:
-    """Fingerprints of the prompts that a server has read, the last used ones. For one thread.
+    """Fingerprints of the prompts that a server has read, in order of their last use; for one
+    thread.
 
-    It is an estimate: vLLM drops what was not used for longest, too, of a prompt its end first; but
-    by blocks, and in favour of answers as well.
+    The estimate evicts the least recently used text first, and the end of a prompt before its
+    beginning, as vLLM does. vLLM evicts by blocks, and answers use blocks as well.
 
     Args:
-        capacity_bytes: of text that its pool holds.
+        capacity_bytes: bytes of text that the server's pool holds.
     """
 
     def __init__(self, capacity_bytes: float) -> None:
         self._held: OrderedDict[int, None] = OrderedDict()
-        self._begun: OrderedDict[int, None] = OrderedDict()  # chains
-        self._sketches: tuple[bytes, bytes] | None = None  # as long as nothing has changed
+        # chains of fingerprints from the beginning of a prompt
+        self._begun: OrderedDict[int, None] = OrderedDict()
+        # None after a change
+        self._sketches: tuple[bytes, bytes] | None = None
         self.resize(capacity_bytes)
 
     def __len__(self) -> int:
-        """Fingerprints."""
+        """Return the number of fingerprints."""
         return len(self._held)
 
     def resize(self, capacity_bytes: float) -> None:
-        """How much text the pool holds has become known better."""
+        """Set the bytes of text that the pool holds, and evict what does not fit."""
         self._capacity = int(capacity_bytes / SPACING)
         self._shrink()
 
     def add(self, text: Fingerprints) -> None:
-        """A prompt was read."""
+        """Add the fingerprints of a prompt that the server has read."""
         for value, chained in zip(
             text.values.tolist()[::-1], text.chain().tolist()[::-1], strict=True
         ):
@@ -46,20 +48,23 @@ class ReplicaContents:
         self._shrink()
 
     def holds(self, text: Fingerprints) -> tuple[np.ndarray, np.ndarray]:
-        """Which fingerprints of a prompt are held, and up to which ones the prompt was read as a
-        beginning: bool [n] each."""
+        """Return the held fingerprints of a prompt, and those held as the beginning of a prompt.
+
+        Returns:
+            Two bool arrays [n], by fingerprint of the prompt.
+        """
         held = np.array([value in self._held for value in text.values.tolist()], bool)
         begun = np.array([chained in self._begun for chained in text.chain().tolist()], bool)
         return held, begun
 
     def clear(self) -> None:
-        """Nothing is held."""
+        """Remove all fingerprints."""
         self._held.clear()
         self._begun.clear()
         self._sketches = None
 
     def sketches(self) -> tuple[bytes, bytes]:
-        """Of the fingerprints, and of their chains, see `known_text.pack`."""
+        """Return sketches (`router_view.pack`) of the fingerprints and of their chains."""
         if self._sketches is None:
             held, begun = (
                 np.fromiter(values, np.uint64, len(values)) for values in (self._held, self._begun)
@@ -68,8 +73,11 @@ class ReplicaContents:
         return self._sketches
 
     def _shrink(self) -> None:
-        """A chain is never younger than its fingerprint, and there are more of them: it goes
-        first."""
+        """Evict the least recently used entries above the capacity.
+
+        There are at least as many chains as fingerprints, and a chain is never more recent than its
+        fingerprint. So the chain is evicted first.
+        """
         for kept in (self._held, self._begun):
             while len(kept) > self._capacity:
                 kept.popitem(last=False)

@@ -1,4 +1,4 @@
-"""A request on its way through a fleet, and the text by which it is routed."""
+"""Request on its way through a fleet, and the text by which it is routed."""
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
@@ -9,9 +9,11 @@ from kvgraft.segments.fingerprints import Fingerprints
 from kvgraft.vllm.options import KEY, PARAMS
 from kvgraft.vllm.server.body import parsed
 
-# of a request; one with more is routed by load, as all others would wait for it
+# limits on one request's texts; a request above them is routed by load, because fingerprinting it
+# would delay all others
 MAX_TEXTS = 1 << 12
-MAX_CHARACTERS = 1 << 22  # of them together
+# characters of all texts together
+MAX_CHARACTERS = 1 << 22
 HOP_BY_HOP = frozenset(
     {"connection", "content-length", "expect", "host", "keep-alive", "proxy-connection"}
     | {"te", "transfer-encoding", "upgrade"}
@@ -21,14 +23,14 @@ _FIELDS = ("prompt", "instructions", "input", "messages")
 
 @dataclass(frozen=True, eq=False)
 class FleetRequest:
-    """One HTTP request.
+    """One HTTP request on its way to a replica.
 
     Attributes:
         target: path and query.
-        headers: names in lower case, and values.
-        text: of its prompt; None: it is routed by load alone.
-        avoids: replicas that have failed it, and get it only if there is no other one.
-        at: when it was asked for, in nanoseconds, if it changes the state of servers.
+        headers: names and values; names in lower case.
+        text: fingerprints of its prompt; None: it is routed by load alone.
+        avoids: names of replicas that failed this request; they get it only if there is no other.
+        at: time of arrival in nanoseconds, if it changes the state of servers; else 0.
     """
 
     method: str
@@ -41,20 +43,22 @@ class FleetRequest:
 
 
 class ServerFailed(ConnectionError):
-    """The server of the replica with this name (the only argument) has not answered, or not in
-    full."""
+    """Error of a replica whose server did not answer, or not completely.
+
+    The only argument is the replica's name.
+    """
 
 
 @dataclass(frozen=True)
 class Head:
-    """How an answer begins."""
+    """Status and headers of an answer."""
 
     status: int
     headers: tuple[tuple[str, str], ...]
 
     @property
     def is_stream(self) -> bool:
-        """Whether its body is server-sent events."""
+        """Return whether the body consists of server-sent events."""
         return any(
             n.lower() == "content-type" and v.startswith("text/event-stream")
             for n, v in self.headers
@@ -62,8 +66,14 @@ class Head:
 
 
 def end_to_end(headers: Iterable[tuple[str, str]], *left_out: str) -> tuple[tuple[str, str], ...]:
-    """Headers that are passed on: without those of one connection, the ones included that
-    `Connection` names (RFC 9110, 7.6.1), and without these others, in lower case."""
+    """Return the headers to pass on.
+
+    Headers of one connection are dropped, including those that `Connection` names (RFC 9110,
+    7.6.1).
+
+    Args:
+        left_out: more headers to drop, in lower case.
+    """
     headers = tuple(headers)
     named = (
         ",".join(value for name, value in headers if name.lower() == "connection")
@@ -75,7 +85,7 @@ def end_to_end(headers: Iterable[tuple[str, str]], *left_out: str) -> tuple[tupl
 
 
 def decoded(body: bytes) -> Mapping[str, Any]:
-    """A JSON object; an empty one for a body that is none."""
+    """Return the JSON object in a body; an empty one if the body is something else."""
     try:
         found = parsed(body)
     except ValueError:
@@ -84,11 +94,13 @@ def decoded(body: bytes) -> Mapping[str, Any]:
 
 
 def texts_of(request: Mapping[str, Any]) -> list[str]:
-    """The texts of an OpenAI request's prompt in their order: a completion, a chat or a response;
-    token ids are none, nor are pictures. None at all if there are too many, or they are too
-    long."""
+    """Return the texts of a prompt in order, for an OpenAI completion, chat or response.
+
+    Token ids and images are skipped. The list is empty if there are too many texts or characters.
+    """
     texts: list[str] = []
     parts, room = [request.get(field) for field in reversed(_FIELDS)], MAX_CHARACTERS
+
     while parts:
         part = parts.pop()
         if isinstance(part, str):
@@ -104,15 +116,17 @@ def texts_of(request: Mapping[str, Any]) -> list[str]:
 
 
 def narrowed_by(request: Mapping[str, Any], names: Collection[str]) -> tuple[bytes, ...]:
-    """What of a request narrows down whose cache it uses: namespace, salt and adapter. What servers
-    refuse is empty.
+    """Return the fields that narrow the namespace of a request: namespace, cache salt and adapter.
+
+    A field is empty if it is missing, or of a type that servers refuse.
 
     Args:
-        names: of the model itself, which is no adapter.
+        names: names of the base model, which is not an adapter.
     """
     params = request.get(PARAMS)
     options = params.get(KEY) if isinstance(params, dict) else None
     namespace = options.get("namespace") if isinstance(options, dict) else None
+
     model = request.get("model")
     adapter = None if isinstance(model, str) and model in names else model
     given = (namespace, request.get("cache_salt"), adapter)
@@ -120,7 +134,9 @@ def narrowed_by(request: Mapping[str, Any], names: Collection[str]) -> tuple[byt
 
 
 def scope_of(secret: bytes, *parts: bytes) -> bytes:
-    """The scope of fingerprints, 32 bytes, of whoever these parts name: nobody makes it without the
-    secret."""
+    """Return the scope of fingerprints, 32 bytes, a keyed digest of these parts.
+
+    Nobody can compute it without the secret.
+    """
     named = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     return hashlib.blake2b(named, digest_size=32, key=secret).digest()

@@ -1,5 +1,4 @@
-"""What the servers of a fleet hold, as its router sees it: one bit for each of their
-fingerprints."""
+"""Contents of a fleet's servers as the router sees them: one bit per server and fingerprint."""
 
 import time
 import zlib
@@ -9,15 +8,18 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-# of a table; a row is what is told of a fingerprint, so that 2^44 different ones look alike
+# Rows of the table. A sketch reveals only the row of a fingerprint, 20 of its 64 bits, so 2^44
+# fingerprints look the same.
 ROWS = 1 << 20
-GRACE = 10.0  # seconds for which a server is taken to hold what was sent to it, whatever it says
+# seconds for which a server counts as holding text that was sent to it, whatever it reports
+GRACE = 10.0
 
-Server = TypeVar("Server", bound=Hashable)  # what names one
+# identifier of a server
+Server = TypeVar("Server", bound=Hashable)
 
 
 def pack(values: np.ndarray) -> bytes:
-    """A sketch: what a server tells of its fingerprints uint64 [n], about two bytes each."""
+    """Return the sketch of fingerprints uint64 [n], about two bytes each."""
     rows = np.unique(values % np.uint64(ROWS)).astype(np.uint32)
     return zlib.compress(
         np.diff(rows, prepend=np.uint32(0)).astype("<u4").view(np.uint8).reshape(-1, 4).T.tobytes(),
@@ -26,7 +28,11 @@ def pack(values: np.ndarray) -> bytes:
 
 
 def unpack(sketch: bytes) -> np.ndarray:
-    """The rows int64 [n] of a sketch. ValueError if it is none."""
+    """Return the rows int64 [n] of a sketch.
+
+    Raises:
+        ValueError: the bytes are not a sketch.
+    """
     try:
         data = np.frombuffer(zlib.decompress(sketch), np.uint8)
         rows = data.reshape(4, -1).T.copy().view("<u4")[:, 0].cumsum(dtype=np.int64)
@@ -38,26 +44,37 @@ def unpack(sketch: bytes) -> np.ndarray:
 
 
 class RouterView(Generic[Server]):
-    """Which servers hold which fingerprints. It may take one for another, as hash tables do: with n
-    fingerprints of a server it says so wrongly of one in ROWS / n.
+    """Table of the fingerprints that each server holds.
+
+    Fingerprints in the same row are not distinguished. With n fingerprints of a server, a lookup is
+    wrongly positive with probability n / ROWS.
 
     Args:
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._columns: dict[Server, int] = {}  # by server
+        # bit column of each server
+        self._columns: dict[Server, int] = {}
         self._free: list[int] = []
-        self._sketches: dict[Server, bytes] = {}  # the last of each
-        self._held: dict[Server, np.ndarray] = {}  # its rows
-        self._sent: dict[Server, deque[tuple[float, np.ndarray]]] = {}  # until when, and which rows
-        self._drawn: dict[Server, np.ndarray] = {}  # rows with its bit
-        self._bits = np.zeros((ROWS, 0), np.uint8)  # bytes of eight servers
+        # the last sketch of each server
+        self._sketches: dict[Server, bytes] = {}
+        # rows of that sketch
+        self._held: dict[Server, np.ndarray] = {}
+        # rows of text that was sent to a server, and the time until which they count
+        self._sent: dict[Server, deque[tuple[float, np.ndarray]]] = {}
+        # rows in which the server's bit is set
+        self._drawn: dict[Server, np.ndarray] = {}
+        # each byte holds the bits of eight servers
+        self._bits = np.zeros((ROWS, 0), np.uint8)
 
     def update(self, server: Server, sketch: bytes) -> None:
-        """A server has said what it holds. ValueError if that is no sketch; then nothing
-        changes."""
+        """Replace a server's contents by those of a sketch.
+
+        Raises:
+            ValueError: the bytes are not a sketch; nothing changes.
+        """
         if self._sketches.get(server) != sketch:
             rows = unpack(sketch)
             self.add_server(server)
@@ -65,7 +82,7 @@ class RouterView(Generic[Server]):
         self._draw(server)
 
     def add_server(self, server: Server) -> None:
-        """A server that may hold something; nothing by now."""
+        """Add a server that holds nothing yet."""
         if server in self._columns:
             return
         if not self._free:
@@ -77,7 +94,7 @@ class RouterView(Generic[Server]):
         self._drawn[server] = self._held[server]
 
     def remove_server(self, server: Server) -> None:
-        """A server is gone, with all that it held."""
+        """Remove a server and its contents."""
         if server in self._columns:
             self._held[server], self._sent[server] = np.zeros(0, np.int64), deque()
             self._draw(server)
@@ -86,8 +103,7 @@ class RouterView(Generic[Server]):
             self._sketches.pop(server, None)
 
     def sent(self, server: Server, values: np.ndarray) -> None:
-        """Text with these fingerprints uint64 [n] was sent to a server, which will say so itself
-        some time later."""
+        """Mark fingerprints uint64 [n] as held by a server, until it can report them itself."""
         rows = (values % np.uint64(ROWS)).astype(np.int64)
         self._sent[server].append((self._clock() + GRACE, rows))
         column = self._columns[server]
@@ -95,8 +111,15 @@ class RouterView(Generic[Server]):
         self._drawn[server] = np.concatenate((self._drawn[server], rows))
 
     def where(self, values: np.ndarray, servers: Sequence[Server]) -> np.ndarray:
-        """Which of these servers, all of them known, hold which of these fingerprints uint64 [n]:
-        bool [servers, n]."""
+        """Return which of these servers hold which fingerprints.
+
+        Args:
+            values: fingerprints, uint64 [n].
+            servers: known servers.
+
+        Returns:
+            bool [servers, n].
+        """
         found = np.unpackbits(
             self._bits[(values % np.uint64(ROWS)).astype(np.int64)], axis=1, bitorder="little"
         )
@@ -104,7 +127,7 @@ class RouterView(Generic[Server]):
         return known
 
     def _draw(self, server: Server) -> None:
-        """Set the bits of a server, and no others in its column."""
+        """Set the bits of a server's rows, and clear the others in its column."""
         column, sent, now = self._columns[server], self._sent[server], self._clock()
         while sent and sent[0][0] < now:
             sent.popleft()

@@ -1,5 +1,4 @@
-"""Changes of state that every server of a fleet makes, also one that starts later: pinned
-documents and adapters."""
+"""Log of state changes (pinned documents and adapters) that every server of a fleet must make."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -9,33 +8,42 @@ from kvgraft.fleet.requests import FleetRequest, Head, decoded
 
 PINS, RESET = "/v1/kvgraft/pins", "/reset_prefix_cache"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-PATHS = (PINS, RESET, LOAD, UNLOAD)  # what is asked there changes the state of a server
-CHANGE_S = 120.0  # for which a server may take for one
-MAX_BYTES = 1 << 28  # of all changes of segments that are known; the oldest are forgotten first
-# for which it is known that a segment was deleted: longer than a server takes to start
+# routes that change the state of a server
+PATHS = (PINS, RESET, LOAD, UNLOAD)
+# maximum time of one change on one server
+CHANGE_S = 120.0
+# of all logged pins; the oldest are forgotten first
+MAX_BYTES = 1 << 28
+# time for which a deletion is remembered; longer than a server takes to start
 FORGET_NS = 3600 * 10**9
 
-Key = tuple[str, ...]  # what a change sets: its kind, and which one
+# identifies what a change sets: its kind and the object
+Key = tuple[str, ...]
 ReplayedState = Mapping[Key, FleetRequest]
-# in the order in which they are carried out: a segment may be of an adapter
+# the order of execution: a pin may need an adapter
 _KINDS = (LOAD, RESET, PINS)
 
 
 class StateLog:
-    """The last change of each segment and each adapter, by when it was asked for
-    (`FleetRequest.at`); one that removes it is a change, too. A reset takes the place of all
-    changes of segments before it."""
+    """Log of the last change of each pinned document and each adapter, by time of request.
+
+    A removal is a change, too. A reset of the prefix cache replaces all earlier changes of pins.
+    """
 
     def __init__(self) -> None:
         self._last: dict[Key, FleetRequest] = {}
 
     @property
     def state(self) -> ReplayedState:
-        """All of them."""
+        """Copy of all logged changes."""
         return dict(self._last)
 
     def note(self, request: FleetRequest, head: Head, body: bytes) -> bool:
-        """A server has answered; whether it has carried out a change."""
+        """Log a request that a server has answered.
+
+        Returns:
+            Whether the server has made a change.
+        """
         if (key := _key(request, head, body)) is None:
             return False
         if self.is_new(key, request):
@@ -43,16 +51,16 @@ class StateLog:
         return True
 
     def learn(self, others: Iterable[ReplayedState]) -> None:
-        """Take in the changes of other servers."""
+        """Add the changes of other servers."""
         for key, request in self.news(others):
             self._take(key, request)
 
     def is_new(self, key: Key, request: FleetRequest) -> bool:
-        """Whether nothing that was asked for later is known."""
+        """Return whether no later change of the same object, and no later reset, is logged."""
         return request.at > max(self._at(key), self._at((RESET,)) if key[0] == PINS else 0)
 
     def news(self, others: Iterable[ReplayedState]) -> list[tuple[Key, FleetRequest]]:
-        """Return the changes that this server has not made, in an order that works."""
+        """Return the changes that this server has not made, in the order in which to make them."""
         last: dict[Key, FleetRequest] = {}
         for key, request in (item for state in others for item in state.items()):
             if self.is_new(key, request) and (key not in last or request.at > last[key].at):
@@ -60,10 +68,12 @@ class StateLog:
         return sorted(last.items(), key=lambda item: (_KINDS.index(item[0][0]), item[1].at))
 
     def _at(self, key: Key) -> int:
+        """Return the time of the last change of an object; 0 if there is none."""
         last = self._last.get(key)
         return last.at if last is not None else 0
 
     def _take(self, key: Key, request: FleetRequest) -> None:
+        """Log a change, and forget changes that are superseded, expired or beyond MAX_BYTES."""
         self._last[key] = request
         room, since = MAX_BYTES, time.time_ns() - FORGET_NS
         for key, last in sorted(self._last.items(), key=lambda item: -item[1].at):
@@ -78,15 +88,17 @@ class StateLog:
 
 
 def removes(request: FleetRequest) -> bool:
-    """Whether a change removes something: where it is not, that is no failure."""
+    """Return whether a change removes something; a server without that object has not failed."""
     return request.method == "DELETE" or request.target.startswith(UNLOAD)
 
 
 def _key(request: FleetRequest, head: Head, body: bytes) -> Key | None:
-    """What was set, as the server names it; None: nothing, or it was refused."""
+    """Return the key of the change that a server made; None if it refused the request or changed
+    nothing."""
     path, answer = unquote(request.target.partition("?")[0]), decoded(body)
     if head.status >= 300:
         return None
+
     if path.startswith(PINS):
         pinned = answer.get("pin") or {}
         place = (answer.get("tenant"), answer.get("namespace"), answer.get("model", ""))
