@@ -14,7 +14,7 @@ async def ask_all(
 
     Returns:
         One answer or exception per replica; TimeoutError of a replica that does not answer within
-            `within_s` seconds. Empty if there is no replica.
+        `within_s` seconds. Empty if there is no replica.
     """
     deadline = asyncio.get_running_loop().time() + within_s
 

@@ -1,2 +1,1 @@
-"""A live guard of quality: which answers are scored again, what that bounds, and when reuse is cut
-back."""
+"""Quality guard of a live server: it samples answers, bounds their quality, and reduces reuse."""

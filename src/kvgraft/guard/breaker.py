@@ -1,9 +1,10 @@
-"""The breaker: when answers on approximate KV have become too bad, requests get a larger budget,
-then exact KV.
+"""Circuit breaker of a policy: bad answers lead to a larger budget, then to exact KV.
 
-A level is left upwards when its alarm is raised, for exact KV at once if answers are hopeless.
-After a while some requests whose answers are all scored try the level below, and if enough of them
-are good, all others follow; each time that fails the while is doubled."""
+An alarm moves the breaker one level up, or directly to exact KV if the answers are far too bad for
+a larger budget. After a waiting time some requests try the level below, and all their answers are
+scored. If enough are good, the breaker moves down. Each alarm or failed trial doubles the waiting
+time.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,21 +12,27 @@ from enum import IntEnum
 
 from kvgraft.guard.bounds import Alarm
 
-# scored answers between false alarms, at least, of a policy that is as bad as is allowed
+# mean number of scored answers until a false alarm, at least, for a policy exactly at the target
 APART = 2000.0
-TRIED = 40  # answers of a trial, at least
-UNSCORED = 100  # answers that tried, and have not been scored: that ends a trial, too
-GOOD = 0.8  # of the target, that the mean of a trial may reach
-HOPELESS = 5.0  # times the target: answers as bad as that are not mended by a larger budget
-# good answers that are added before that is said of those that have raised the alarm: they were bad
-# ones
+# minimum number of scored answers of a trial
+TRIED = 40
+# trial answers without a score that end a trial
+UNSCORED = 100
+# greatest mean of a passed trial, as a multiple of the target
+GOOD = 0.8
+# multiple of the target above which a larger budget does not help
+HOPELESS = 5.0
+# Good answers that are added before that comparison. The answers that raised an alarm are a
+# selection of bad ones, so their mean alone is too high.
 DOUBTS = 6
-WAIT_S, LONGEST_S = 300.0, 86_400.0  # before a trial: at first, and at most
-SETTLED = 10.0  # times as long as it waited, at the lowest level: then it waits as at first
+# waiting time before a trial: first and longest
+WAIT_S, LONGEST_S = 300.0, 86_400.0
+# after this multiple of the last waiting time at the lowest level, it starts again at WAIT_S
+SETTLED = 10.0
 
 
 class Level(IntEnum):
-    """How the requests of a policy are answered."""
+    """Level at which the requests of a policy are answered."""
 
     AS_ASKED = 0
     LARGER_BUDGET = 1
@@ -34,24 +41,31 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Transition:
-    """A change of level, with what was known of it: `answers` have raised the alarm, or tried the
-    new level."""
+    """Change of a breaker's level, or a failed trial.
+
+    Attributes:
+        before: the level before.
+        after: the level after; the same for a failed trial.
+        reason: `alarm`, `trial_passed` or `trial_failed`.
+        answers: number of answers that raised the alarm, or of scored trial answers.
+        mean: mean of their values, as shares.
+    """
 
     before: Level
     after: Level
-    reason: str  # alarm, trial_passed, trial_failed
+    reason: str
     answers: int
-    mean: float  # of their values, as shares
+    mean: float
 
 
 class Breaker:
-    """Of one policy.
+    """Circuit breaker of one policy.
 
     Args:
-        target: what the mean of the answers' values may be, a share.
-        levels: those that the policy has; the first one is AS_ASKED, the last one EXACT.
-        clock: seconds, from any moment on.
-        on_transition: called with every change of level, and with trials that failed.
+        target: greatest mean of the answers' values, a share.
+        levels: levels that the policy supports, from AS_ASKED to EXACT.
+        clock: returns seconds.
+        on_transition: called with every change of level and every failed trial.
     """
 
     def __init__(
@@ -64,33 +78,38 @@ class Breaker:
         self._target, self._levels, self._clock, self._tell = target, levels, clock, on_transition
         self.level, self._entered = levels[0], clock()
         self._begin()
-        self._wait = WAIT_S / 2  # doubled when the first alarm is raised
+        # doubled when the first alarm is raised
+        self._wait = WAIT_S / 2
 
     @property
     def is_tripped(self) -> bool:
-        """Whether requests are answered otherwise than they ask for."""
+        """Return whether requests are answered at a level above AS_ASKED."""
         return self.level != self._levels[0]
 
     @property
     def is_trying(self) -> bool:
-        """Whether some requests try the level below."""
+        """Return whether some requests try the level below."""
         return self.is_tripped and self._clock() >= self._entered + self._wait
 
     def level_of(self, *, tries: bool) -> Level:
-        """At which the next request is answered; `tries`: it may try, and its answer will be
-        scored."""
+        """Return the level of the next request.
+
+        Args:
+            tries: whether the request may be a trial; its answer will then be scored.
+        """
         return self._below if tries and self.is_trying else self.level
 
     def tried(self) -> None:
-        """An answer on approximate KV has ended that has tried the level below, and is to be
-        scored."""
+        """Count a trial answer on approximate KV that has ended and will be scored."""
         self._tried += 1
         if self.is_trying and self._tried - len(self._trial) > UNSCORED:
             self._fail()
 
     def add(self, level: Level, value: float) -> None:
-        """An answer of this level has been scored; those of levels that have been left tell nothing
-        any more."""
+        """Add the value of a scored answer.
+
+        Answers at levels that the breaker has left are ignored.
+        """
         if level == self.level:
             self._alarm.add(value)
             if self._alarm.raised:
@@ -106,10 +125,11 @@ class Breaker:
 
     @property
     def _below(self) -> Level:
+        """Next lower level."""
         return self._levels[self._levels.index(self.level) - 1]
 
     def _judge(self) -> None:
-        """End the trial, if it is clear how."""
+        """End the trial if its result is clear."""
         answers, mean = len(self._trial), sum(self._trial) / len(self._trial)
         if self._trial_alarm.raised or answers >= 4 * TRIED:
             self._fail()
@@ -117,21 +137,24 @@ class Breaker:
             self._move(self._below, "trial_passed", answers, mean)
 
     def _fail(self) -> None:
+        """End the trial as failed, and wait longer before the next one."""
         self._lengthen()
         answers = len(self._trial)
         self._move(self.level, "trial_failed", answers, sum(self._trial) / max(answers, 1))
 
     def _lengthen(self) -> None:
+        """Double the waiting time, or start again if the policy was good for long."""
         settled = not self.is_tripped and self._clock() >= self._entered + SETTLED * self._wait
         self._wait = WAIT_S if settled else min(2 * self._wait, LONGEST_S)
 
     def _move(self, level: Level, reason: str, answers: int, mean: float) -> None:
+        """Change the level, and report the transition."""
         before, self.level, self._entered = self.level, level, self._clock()
         self._begin()
         self._tell(Transition(before, level, reason, answers, mean))
 
     def _begin(self) -> None:
-        """Nothing is known of answers at this level, nor of a trial."""
+        """Forget what is known of the answers at this level and of the trial."""
         self._alarm, self._trial_alarm = Alarm(self._target, APART), Alarm(self._target, APART)
         self._trial: list[float] = []
         self._tried = 0

@@ -1,7 +1,7 @@
-"""The guard of a server's answers: it draws requests, says at which level each is answered, and
-bounds what is scored.
+"""Guard of one server's answers: it draws requests, chooses their level and bounds the scores.
 
-It knows no host: whoever scores an answer tells it the distances.
+The guard does no scoring itself. Its caller scores an answer and passes the distances to
+`Guard.add`.
 """
 
 import logging
@@ -19,21 +19,23 @@ from kvgraft.prefill.policies import with_options
 from kvgraft.segments.matches import depth_name
 
 logger = logging.getLogger("kvgraft")
-ANSWER_TOKENS = 128  # of an answer, that are scored at most
-# option of policies: the share of tokens that it recomputes, times that
+# maximum number of tokens of an answer that are scored
+ANSWER_TOKENS = 128
+# the policies' option for the share of recomputed tokens, and the factor of a larger budget
 BUDGET, LARGER = "recompute_share", 4.0
 MEASURES: tuple[Measure, ...] = ("flips", "kl")
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """A request on its way.
+    """The guard's decision on one request.
 
     Attributes:
-        name: under which the policy is guarded that it asks for.
-        policy: with which it is answered, unless its level is EXACT.
+        name: guarded policy to which the request belongs.
+        policy: the policy that answers it, unless its level is EXACT.
+        level: the level at which it is answered.
         is_watched: whether its answer may be scored.
-        is_trial: whether it tries the level below.
+        is_trial: whether it tries the level below the breaker's present one.
     """
 
     name: str
@@ -44,14 +46,18 @@ class Ticket:
 
 
 class Guard:
-    """Of all requests of a server. The default policy is guarded on its own, other options of the
-    same method and other methods by method: clients cannot make up more.
+    """Guard of all requests of a server.
+
+    The default policy, with its options, is guarded on its own. All other requests are guarded by
+    method, whatever their options, so clients cannot add more groups.
 
     Args:
-        share: of the answers on approximate KV, that are scored.
-        target: when the breaker of a policy trips; None: never.
+        share: share of the answers on approximate KV that are scored, from 0 to 1.
+        target: greatest mean before the circuit breaker of a policy trips; None: no breaker.
         default: the policy of requests that name none.
-        on_transition: called with the policy when its breaker changes the level.
+        seed: of the sampling.
+        clock: returns seconds.
+        on_transition: called with the guarded policy's name when its breaker changes the level.
     """
 
     def __init__(
@@ -72,17 +78,18 @@ class Guard:
         self.num_approximate = self.num_scored = 0
 
     def admit(self, policy: Policy, *, guarded: bool = True, can_be_watched: bool = True) -> Ticket:
-        """A request arrives.
+        """Decide the level of a new request, and whether its answer may be scored.
 
         Args:
-            guarded: whether the breaker may answer it otherwise than it asks for.
-            can_be_watched: whether its answer could be scored.
+            guarded: whether the breaker may change how the request is answered.
+            can_be_watched: whether its answer can be scored.
         """
         name = f"{policy.name} (default)" if policy == self._default else policy.name
         breaker = self._policies.setdefault(name, _Guarded(self._breaker(name, policy))).breaker
         drawn = can_be_watched and self._sampling.draw()
         if breaker is None or not guarded:
             return Ticket(name, policy, is_watched=drawn)
+
         level = breaker.level_of(tries=drawn and self._sampling.tries())
         if level is Level.LARGER_BUDGET:
             policy = with_larger_budget(policy) or policy
@@ -91,8 +98,12 @@ class Guard:
         )
 
     def chooses(self, ticket: Ticket, depth: int, grafted_share: float) -> bool:
-        """Whether this answer, which has ended and rests on approximate KV, is to be scored: all
-        trials are."""
+        """Return whether to score an answer on approximate KV that has ended; True for every trial.
+
+        Args:
+            depth: depth of the approximation.
+            grafted_share: share of the prompt that was grafted, from 0 to 1.
+        """
         self.num_approximate += 1
         breaker = self._policies[ticket.name].breaker
         if ticket.is_trial and breaker is not None:
@@ -101,13 +112,20 @@ class Guard:
         return ticket.is_watched and (ticket.is_trial or self._sampling.choose(kind))
 
     def add(self, ticket: Ticket, tenant: str, distances: Mapping[str, float]) -> None:
-        """An answer has been scored; `distances` as `distances.along`. Bounds are of equal shares
-        of all answers: not of trials, which are all scored."""
+        """Add a scored answer to the bounds and to the breaker.
+
+        The bounds are over equal shares of all answers. Trials are left out, because all of them
+        are scored.
+
+        Args:
+            distances: those of `distances.along`.
+        """
         self.num_scored += 1
         shares, known = (
             {measure: as_share(measure, distances) for measure in MEASURES},
             self._policies[ticket.name],
         )
+
         breaker = known.breaker
         if (
             breaker is not None
@@ -115,24 +133,28 @@ class Guard:
             and (ticket.is_trial or ticket.level is breaker.level)
         ):
             breaker.add(ticket.level, shares[self.target.measure])
+
         if not ticket.is_trial:
             known.bounds.setdefault(ticket.level, _Bounds()).add(shares)
             self._tenants.setdefault(tenant, _Bounds()).add(shares)
 
     @property
     def share_reached(self) -> float:
-        """Of the answers on approximate KV, that have been scored."""
+        """Share of the answers on approximate KV that have been scored."""
         return self.num_scored / self.num_approximate if self.num_approximate else 0.0
 
     def policy_view(self, name: str) -> dict[str, Any]:
-        """What is known of a policy: its level, and the bounds of the answers at each level."""
+        """Return the level of a guarded policy, and the bounds of the answers at each level."""
         known = self._policies[name]
         bounds = {level.name.lower(): one.view() for level, one in known.bounds.items()}
         return {"level": known.level.name.lower(), **bounds}
 
     def view(self, tenant: str | None = None) -> dict[str, Any]:
-        """What is known, by policy and by tenant; of one tenant only what is known of its own
-        answers."""
+        """Return the results by policy and by tenant.
+
+        Args:
+            tenant: label of the tenant whose answers are shown, without policies; None: all.
+        """
         tenants = (
             self._tenants if tenant is None else {tenant: self._tenants.get(tenant, _Bounds())}
         )
@@ -147,6 +169,8 @@ class Guard:
         }
 
     def _breaker(self, name: str, policy: Policy) -> Breaker | None:
+        """Return a circuit breaker with the levels that a policy supports; None without a
+        target."""
         if self.target is None:
             return None
         grows = hasattr(policy, BUDGET)
@@ -154,6 +178,7 @@ class Guard:
         return Breaker(self.target.share, levels, self._clock, lambda one: self._tell(name, one))
 
     def _tell(self, name: str, transition: Transition) -> None:
+        """Log a transition and pass it to `on_transition`."""
         logger.warning(
             "guard: policy %s: from level %s to level %s: %s, %d scored answers with a mean of "
             "%.4f (target %s)",
@@ -166,29 +191,33 @@ class Guard:
 
 @dataclass(frozen=True)
 class _Guarded:
-    """A policy: its breaker, and bounds of the answers at each level."""
+    """A guarded policy: its circuit breaker, and bounds of the answers at each level."""
 
     breaker: Breaker | None
     bounds: "dict[Level, _Bounds]" = field(default_factory=dict)
 
     @property
     def level(self) -> Level:
-        """At which requests are answered that are not drawn."""
+        """Level of requests that are not trials."""
         return Level.AS_ASKED if self.breaker is None else self.breaker.level
 
 
 class _Bounds:
-    """Of all measures."""
+    """Confidence sequences of all measures."""
 
     def __init__(self) -> None:
         self._sequences = {measure: ConfidenceSequence() for measure in MEASURES}
 
     def add(self, shares: Mapping[Measure, float]) -> None:
+        """Add the measures of one answer, as shares in [0, 1]."""
         for measure, sequence in self._sequences.items():
             sequence.add(shares[measure])
 
     def view(self) -> dict[str, Any]:
-        """`answers`, and mean, low and high of each measure: flips as a share, KL in nats."""
+        """Return the number of `answers`, and mean, low and high of each measure.
+
+        Flips are shares, KL is in nats.
+        """
         flips, kl = (self._sequences[measure] for measure in MEASURES)
         found: dict[str, Any] = {"answers": flips.count}
         for name, sequence, unit in (("flips", flips, 1.0), ("kl", kl, CLIP)):
@@ -198,6 +227,10 @@ class _Bounds:
 
 
 def with_larger_budget(policy: Policy) -> Policy | None:
-    """The policy with more recomputed tokens; None if it has no such budget, or recomputes all."""
+    """Return the policy with a larger share of recomputed tokens.
+
+    Returns:
+        None if the policy has no such option, or recomputes nothing or everything.
+    """
     share = getattr(policy, BUDGET, 0.0)
     return with_options(policy, {BUDGET: min(1.0, LARGER * share)}) if 0 < share < 1 else None

@@ -1,5 +1,4 @@
-"""The native engine's answers, scored with exact KV: the same as a server's guard does, as a
-call."""
+"""Scoring of the native engine's answers with exact KV, as the guard of a server does it."""
 
 from dataclasses import replace
 
@@ -11,14 +10,16 @@ from kvgraft.guard.guard import ANSWER_TOKENS
 
 
 def score(engine: Engine, request: Request, result: Result) -> dict[str, float]:
-    """How far an answer is from exact KV along its first 128 tokens: `distances.along`, for
-    `Guard.add`.
+    """Return an answer's distances from exact KV along its first 128 tokens, for `Guard.add`.
 
-    The prompt is computed exactly in its own namespace, where it is known as such from then on
-    (unless the request is not to be remembered).
+    The prompt is computed exactly in the request's namespace. Later requests find it there, unless
+    the request is not to be remembered.
 
     Args:
-        result: that of the request, which asked for `return_logits`.
+        result: result of the request, which asked for `return_logits`.
+
+    Returns:
+        The distances of `distances.along`.
 
     Raises:
         ValueError: there is no answer, it has no logits, or the engine cannot compute the prompt
@@ -26,6 +27,7 @@ def score(engine: Engine, request: Request, result: Result) -> dict[str, float]:
     """
     if result.logits is None or not result.token_ids:
         raise ValueError("the answer has no logits: ask for return_logits")
+
     answer = result.token_ids[:ANSWER_TOKENS]
     sampling = SamplingParams(max_tokens=len(answer), ignore_eos=True)
     [exact] = engine.generate(
@@ -35,6 +37,7 @@ def score(engine: Engine, request: Request, result: Result) -> dict[str, float]:
             )
         ]
     )
+
     if exact.logits is None:
         raise ValueError(f"the prompt cannot be computed exactly: {exact.error}")
     return along(result.logits[: len(answer)], exact.logits[: len(answer)], answer)

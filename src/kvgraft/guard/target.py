@@ -1,32 +1,47 @@
-"""What quality an operator wants kept: `flips=0.01`, `kl=0.05`."""
+"""Quality target of the operator, such as `flips=0.01` or `kl=0.05`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 Measure = Literal["flips", "kl"]
-CLIP = 1.0  # nats: a greater KL of an answer counts as this
-NAMES = {"flips": "flips", "kl": "answer_kl"}  # as in the distances of an answer
+# nats; the KL of an answer counts as at most this
+CLIP = 1.0
+# keys in the distances of an answer
+NAMES = {"flips": "flips", "kl": "answer_kl"}
 
 
 def as_share(measure: Measure, distances: Mapping[str, float]) -> float:
-    """What is measured of an answer's distances (`distances.along`), in [0, 1]: flips, or KL of at
-    most CLIP over that."""
+    """Return a measure of an answer as a share in [0, 1].
+
+    Flips are a share already. The KL is clipped at CLIP and divided by it.
+
+    Args:
+        distances: those of `distances.along`.
+    """
     value = distances[NAMES[measure]]
     return value if measure == "flips" else min(value, CLIP) / CLIP
 
 
 @dataclass(frozen=True)
 class Target:
-    """The greatest mean of a measure: flips as a share of the tokens, KL in nats, clipped at
-    CLIP."""
+    """Greatest acceptable mean of a measure.
+
+    Attributes:
+        measure: `flips` or `kl`.
+        most: share of the tokens for flips; nats, clipped at CLIP, for KL.
+    """
 
     measure: Measure
     most: float
 
     @classmethod
     def parse(cls, text: str) -> "Target":
-        """From `measure=number`; ValueError says what is allowed."""
+        """Parse `measure=number`.
+
+        Raises:
+            ValueError: the text is not a target; the message says what is allowed.
+        """
         measure, equals, number = str(text).partition("=")
         try:
             most = float(number)
@@ -40,7 +55,7 @@ class Target:
 
     @property
     def share(self) -> float:
-        """As the values of `as_share`."""
+        """The target as a share in [0, 1], comparable with `as_share`."""
         return self.most if self.measure == "flips" else self.most / CLIP
 
     def __str__(self) -> str:

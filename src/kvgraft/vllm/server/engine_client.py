@@ -173,7 +173,7 @@ class TenantEngineClient:
 
         Returns:
             False also if a prompt is being recovered. vLLM preempts all running requests, cannot
-                preempt that one, and raises an error.
+            preempt that one, and raises an error.
         """
         await self.before_request()
         if self.guard is not None:
@@ -226,7 +226,7 @@ class TenantEngineClient:
 
         Returns:
             The engine's answer, see `PinControls.apply`; empty if the engine does not use KVGraft's
-                connector.
+            connector.
 
         Raises:
             VLLMValidationError: the text is longer than the model allows.
@@ -245,7 +245,7 @@ class TenantEngineClient:
 
         Returns:
             The engine's answer; empty if the request was aborted, or if the engine does not use
-                KVGraft's connector.
+            KVGraft's connector.
 
         Raises:
             VLLMValidationError: the prompt is longer than the model allows.

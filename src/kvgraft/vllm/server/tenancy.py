@@ -130,7 +130,7 @@ class Salts:
 
         Returns:
             64 hexadecimal digits, then a label that operators may see: the tenant's label, the
-                namespace, and whether a salt narrows it.
+            namespace, and whether a salt narrows it.
         """
         parts = (self._secret, tenant.identity, namespace.encode(), (cache_salt or "").encode())
         key = hashlib.sha256(
