@@ -1,5 +1,8 @@
-"""The KV connector: vLLM's extension point, split into what runs beside the scheduler and what runs
-in each worker."""
+"""The KV connector, vLLM's extension point for KV caches.
+
+`scheduler_side` runs in the scheduler's process and plans. `worker_side` runs in each worker and
+recovers KV.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -34,10 +37,11 @@ if TYPE_CHECKING:
 
 
 class KVGraftConnector(KVConnectorBase_V1, SupportsHMA):
-    """Grafts known text into requests: to vLLM it is an asynchronous load of the whole prompt.
+    """Graft known text into requests. vLLM sees an asynchronous load of the whole prompt.
 
-    vLLM allocates the prompt's blocks and lets the request wait; the worker side recovers it after
-    the forward passes of one or more steps; vLLM then computes the last token and decodes as ever.
+    vLLM allocates the prompt's blocks and lets the request wait. The workers recover the prompt
+    after the forward passes of one or more steps. Then vLLM computes the last token and decodes as
+    usual.
     """
 
     def __init__(
@@ -52,14 +56,14 @@ class KVGraftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: nothing is handed to another engine, so a preempted request keeps its output."""
+        """False: no other engine receives the KV, so a preempted request keeps its output."""
         return False
 
-    # the scheduler's side
+    # Scheduler side
 
     @property
     def scheduler_side(self) -> SchedulerSide:
-        """RuntimeError in a worker."""
+        """The scheduler side; raises RuntimeError in a worker."""
         if self._scheduler_side is None:
             raise RuntimeError("this connector lives in a worker")
         return self._scheduler_side
@@ -100,17 +104,19 @@ class KVGraftConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         return self.scheduler_side.forget()
 
-    # a worker's side
+    # Worker side
 
     @property
     def worker_side(self) -> WorkerSide:
-        """RuntimeError beside the scheduler."""
+        """The worker side; raises RuntimeError in the scheduler's process."""
         if self._worker_side is None:
             raise RuntimeError("this connector lives beside the scheduler")
         return self._worker_side
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Called in every step before the model runner looks at what was scheduled."""
+        """Update prompts in the model runner. vLLM calls this before the runner reads the step's
+        schedule.
+        """
         self.worker_side.learn_prompts(_ours(kv_connector_metadata))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -123,22 +129,22 @@ class KVGraftConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker_side.take_worker_metadata()
 
     def shutdown(self) -> None:
-        """Write what has not been written yet."""
+        """Write what the store has not written yet."""
         if self._worker_side is not None:
             self._worker_side.close()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request runs only after its recovery."""
+        """Do nothing: a request runs only after its recovery."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing to save: virtual blocks live in vLLM's own pool."""
+        """Do nothing: virtual blocks live in vLLM's own pool."""
 
     def wait_for_save(self) -> None:
-        """Nothing was saved."""
+        """Do nothing: nothing was saved."""
 
-    # metrics
+    # Metrics
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self._scheduler_side.take_stats() if self._scheduler_side else None
@@ -159,7 +165,7 @@ class KVGraftConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _ours(metadata: KVConnectorMetadata) -> Metadata:
-    """TypeError if it is another connector's."""
+    """Return the metadata as ours; raise TypeError if another connector made it."""
     if not isinstance(metadata, Metadata):
         raise TypeError(f"metadata of another connector: {type(metadata).__name__}")
     return metadata

@@ -1,4 +1,4 @@
-"""What the two sides of the connector tell each other in every step."""
+"""Messages between the scheduler side and the workers, once per step."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,12 +13,16 @@ from kvgraft.prefill.costs import TOKENS, Costs
 from kvgraft.segments.store import Chunk, ChunkRecord
 from kvgraft.vllm.recovery import Job, RecoveryResult
 
-CHUNK_BLOCKS = 8  # of vLLM's size: what is stored as a unit
+# vLLM blocks per stored chunk
+CHUNK_BLOCKS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class Keep:
-    """Store what these blocks int [n] hold now; they are held until it has been read."""
+    """Order to store the content of blocks int [n].
+
+    The scheduler holds them until it has been read.
+    """
 
     chunk: Chunk
     blocks: np.ndarray
@@ -26,8 +30,13 @@ class Keep:
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """Bring stored blocks back: `places` are (key of the chunk, block in it), `blocks` where each
-    one goes."""
+    """Order to load stored blocks.
+
+    Attributes:
+        number: number of the load.
+        places: (key of the chunk, block within it) of each stored block.
+        blocks: vLLM block that each one is written to.
+    """
 
     number: int
     places: list[tuple[bytes, int]]
@@ -36,8 +45,11 @@ class Load:
 
 @dataclass
 class StoreOrders:
-    """Scheduler to the workers' stores; `look`: it waits for what other servers have put into
-    them."""
+    """Orders of the scheduler to the workers' stores.
+
+    Attributes:
+        look: True if the scheduler waits to learn what other servers have stored.
+    """
 
     keeps: list[Keep] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
@@ -46,15 +58,17 @@ class StoreOrders:
 
 @dataclass
 class StoreReport:
-    """The store of one rank to the scheduler; ranks may come to the same thing in different steps.
+    """Report of one rank's store to the scheduler.
+
+    Ranks may reach the same point in different steps.
 
     Attributes:
-        records: chunks that it can find from now on.
-        read: keys of chunks whose blocks it does not need any more.
-        loaded: number of a load, and which of its blocks have come back.
-        ready: it has said all that it held when it was opened.
-        looked: it was asked to look what others have put there, and has said it.
-        counts: what `SegmentStore.counts` has grown by.
+        records: chunks that the store can find from now on.
+        read: keys of chunks whose blocks the store no longer needs.
+        loaded: number of each ended load, and which of its blocks were read.
+        ready: True once the store has reported all that it held when it was opened.
+        looked: True if the store has looked for chunks of other servers and reported them.
+        counts: increments of `SegmentStore.counts`.
     """
 
     records: list[ChunkRecord] = field(default_factory=list)
@@ -67,16 +81,15 @@ class StoreReport:
 
 @dataclass
 class Metadata(KVConnectorMetadata):
-    """Scheduler to workers.
+    """Message from the scheduler to the workers.
 
     Attributes:
-        jobs, cancelled: new recoveries, and the requests that were aborted.
-        spare_tokens: how many more tokens this step might compute; it recovers for as long as that
-            takes.
-        costs: by which this is so, the same on every rank.
-        forget: whether documents that were read are to be forgotten.
-        store: orders.
-        prompts: of preempted requests that have another one than before.
+        jobs, cancelled: new recoveries, and requests that were aborted.
+        spare_tokens: tokens that this step could still compute. Recoveries may use their time.
+        costs: costs that convert tokens to time, the same on every rank.
+        forget: True if workers must forget the documents that were read.
+        store: orders to the store.
+        prompts: new prompts of preempted requests, by request id.
     """
 
     jobs: list[Job] = field(default_factory=list)
@@ -90,9 +103,15 @@ class Metadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """Worker to scheduler: how the recoveries that ended in this step went, by request id; what the
-    stores did, by rank; if that has changed, bytes and number of the documents in host memory; once
-    what things cost; and the digests of adapters that were loaded, by vLLM's ids."""
+    """Message from a worker to the scheduler.
+
+    Attributes:
+        outcomes: results of the recoveries that ended in this step, by request id.
+        stores: reports of the stores, by rank.
+        documents: bytes and number of documents in host memory, if that has changed.
+        costs: measured costs, sent once.
+        adapters: digests of the adapters that were loaded, by vLLM's ids.
+    """
 
     outcomes: dict[str, RecoveryResult] = field(default_factory=dict)
     stores: dict[int, StoreReport] = field(default_factory=dict)
@@ -101,8 +120,12 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     adapters: dict[int, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """All ranks compute the same tokens: one report stands for all, a failure on any rank
-        counts."""
+        """Merge the message of another rank.
+
+        A recovery counts as failed if it failed on any rank.
+
+        All ranks compute the same tokens, so one report of a success is enough.
+        """
         if isinstance(other, WorkerMetadata):
             failed = {key: outcome for key, outcome in other.outcomes.items() if outcome.failure}
             self.outcomes |= failed

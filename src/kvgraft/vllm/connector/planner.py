@@ -1,5 +1,4 @@
-"""Plans of requests, over what is in vLLM's own block pool: what can be grafted, what is
-offered."""
+"""Plans of requests over vLLM's block pool, and registration of what requests have computed."""
 
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
@@ -22,11 +21,12 @@ from kvgraft.vllm.settings import KVGraftSettings
 
 
 class Planner:
-    """Finds known text for a prompt and names what requests have read.
+    """Find known text for prompts, make plans, and register the blocks of requests.
 
     Args:
-        kv_cache_manager: vLLM's.
-        settings: of the server.
+        kv_cache_manager: vLLM's KV cache manager.
+        block_size: tokens per block.
+        settings: settings of the server.
         pin_capacity: share of the pool that pinned blocks may take.
         anchors: token sequences that begin a segment, for near-duplicates.
     """
@@ -50,17 +50,25 @@ class Planner:
         )
         if self.groups.local:
             self.index.is_whole = self.pool.complete
+
         self.pins = PinnedDocuments(self.pool, settings.watermark, pin_capacity)
         self.block_size = block_size
         self.cost_model = CostModel(settings.given_costs or TOKENS, settings.exactness_weight)
 
     def plan(self, state: RequestState, num_prefix: int) -> tuple[str | None, Candidate | None]:
-        """A plan that is worth it for the request's tokens, of which vLLM has num_prefix, or why
-        there is none."""
+        """Return a plan that the cost model expects to be worth it, or the reason why there is
+        none.
+
+        Args:
+            num_prefix: tokens that vLLM already has as an exact prefix.
+        """
         tokens = np.array(state.token_ids, np.int64)
-        if state.whole:  # its documents are read on their own
+
+        # the documents are read on their own, so the plan needs no sources
+        if state.whole:
             plan = Plan.for_documents(len(tokens), self.block_size, state.documents)
             return None, Candidate(plan, 0, [], np.zeros(0, np.int64))
+
         in_place = self._in_place(state, num_prefix)
         pages = tuple(state.prefix[block] for block in in_place)
         kept, asked = state.candidate, (num_prefix, len(tokens), pages)
@@ -70,52 +78,63 @@ class Planner:
             and self._is_live(state, kept)
         ):
             return None, kept
+
         if state.is_trial:
             return "shadow", None
+
         free = np.ones(len(tokens), bool)
         free[:num_prefix] = False
         matches = self._match(state, tokens, free)
         reason: str | None = unknown_reason(len(tokens) - num_prefix, self.block_size)
         if matches:
             matches, reason = self._choose(state, matches, len(tokens), num_prefix)
+
         if not matches and not in_place:
             return reason, None
+
         plan = Plan.for_prompt(
             len(tokens), self.block_size, range(num_prefix // self.block_size), matches, in_place
         )
+
         sources = sorted(set((plan.graft_sources // self.block_size).tolist()))
         steps = tuple((match.start, match.depth + 1) for match in matches)
         versions, spans = self.pool.versions_of(sources), tuple(spans_of(matches))
+
         return None, Candidate(plan, num_prefix, sources, versions, steps, spans, pages)
 
     def documents(self, state: RequestState) -> list[Match]:
-        """Stretches of a prompt that were read before, each in one piece; not its last token."""
+        """Return the stretches of a prompt that were read before, without its last token."""
         tokens = np.array(state.token_ids[:-1], np.int64)
         free = np.ones(len(tokens), bool)
         return self._match(state, tokens, free)
 
     def make_room(self, state: RequestState, num_blocks: int, spare: Container[int]) -> None:
-        """Shed pinned blocks of the request's own namespace, but for these, if num_blocks more
-        would pass the watermark."""
+        """Shed pinned blocks of the request's namespace if `num_blocks` more would pass the
+        watermark.
+
+        Args:
+            spare: blocks that stay pinned.
+        """
         self.pins.shed(state.pin_namespace, num_blocks, spare)
 
     def pin(self, candidate: Candidate) -> None:
-        """Hold the sources: nothing that vLLM allocates may take them before they are copied."""
+        """Pin the sources, so that vLLM cannot reclaim them before they are copied."""
         self.pool.acquire(candidate.sources)
 
     def release(self, candidate: Candidate) -> None:
-        """Let go of all that is held for it."""
+        """Unpin the sources and release the reserved pages."""
         self.pool.release(candidate.sources)
         self.groups.release(candidate.reserved)
 
     def offer(self, state: RequestState, blocks: list[int], num_tokens: int) -> None:
-        """Register the full blocks of the first num_tokens tokens, as far as vLLM knows their
-        content by now.
+        """Register the full blocks of the first `num_tokens` tokens, as far as vLLM has hashed
+        them.
 
-        Blocks that hold or follow grafts are registered with their depth; those of a trial are not.
+        Blocks that hold or follow grafts are registered with their depth. Trials register nothing.
         """
         if state.is_trial:
             return
+
         offer, size = state.offer, self.block_size
         first, stop = offer.num_registered, min(num_tokens // size, len(blocks))
         stop = first + self.pool.num_hashed(blocks[first:stop])
@@ -131,8 +150,11 @@ class Planner:
             )
 
     def clear(self) -> bool:
-        """Let go of all pinned text, unless more is held: then vLLM refuses to forget, and so do we
-        (False)."""
+        """Unpin all pinned text and clear the index.
+
+        Returns:
+            False, with nothing changed, if other blocks are held too. vLLM refuses a reset then.
+        """
         if self.pool.num_used > len(
             {held for page in self.pins.pages for held in self.pool.held(page)}
         ):
@@ -159,7 +181,9 @@ class Planner:
     def _choose(
         self, state: RequestState, matches: list[Match], num_tokens: int, num_prefix: int
     ) -> tuple[list[Match], str | None]:
-        """Those that are worth it, or why none is; what was expected is reported."""
+        """Return the matches that are worth grafting, or the reason why none is; report the
+        estimate.
+        """
         approximate, report = state.continued is not None, state.report
         chosen, estimate = self.cost_model.choose(
             matches, num_tokens, num_prefix, state.policy_name, approximate=approximate
@@ -168,11 +192,13 @@ class Planner:
         return chosen, estimate.reason
 
     def _in_place(self, state: RequestState, num_prefix: int) -> list[int]:
-        """Blocks with grafted tokens that a request goes on with, that its policy can make better
-        for this prompt, and that nobody else reads."""
+        """Return the blocks of an approximate prefix that the policy can recover where they are.
+
+        These blocks hold grafted tokens of an earlier prompt, and no other request reads them.
+        """
         if state.continued is None or not isinstance(state.options, RequestOptions):
             return []
-        # whose tables have let go of them
+        # Block tables of groups with windows no longer hold these blocks.
         if not state.options.policy.recovers_in_place or self.groups.others:
             return []
         blocks = [
@@ -183,7 +209,7 @@ class Planner:
         return [block for block in blocks if not self.pool.ref_count(state.prefix[block])]
 
     def _is_live(self, state: RequestState, candidate: Candidate) -> bool:
-        """Whether the sources of a plan are still what it was made for."""
+        """Return True if the sources of a plan still hold the content that it was made for."""
         live = self.pool.is_live(np.array(candidate.sources, np.int64), candidate.versions).all()
         if self.groups.local and state.grafts_local_heads:
             return bool(live and self.pool.complete(candidate.sources).all())

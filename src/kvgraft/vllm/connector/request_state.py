@@ -1,4 +1,4 @@
-"""What the scheduler side knows of one request."""
+"""State that the scheduler side keeps for one request."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -23,19 +23,22 @@ from kvgraft.vllm.options import (
 
 @dataclass(eq=False)
 class Candidate:
-    """A plan that still has to be admitted, and what it holds true for.
+    """A plan that vLLM has not admitted yet, with the conditions under which it stays valid.
 
     Attributes:
-        sources: distinct pages that it grafts from, under `versions`.
-        steps, spans: see `BlockProvenance.mark_approximate`.
-        in_place: pages whose approximate KV is recovered where it is; nobody else reads them.
-        reserved: what its recovery holds beside all that, from when vLLM is told of it.
+        num_prefix: tokens of vLLM's exact prefix hit for which the plan was made.
+        sources: distinct pages that the plan grafts from.
+        versions: versions of `sources` when the plan was made.
+        steps, spans: arguments of `BlockProvenance.mark_approximate`.
+        in_place: pages whose approximate KV is recovered where it is. No other request reads them.
+        reserved: pages that the recovery holds in other KV cache groups, from `match` on.
     """
 
     plan: Plan
     num_prefix: int
     sources: list[int]
-    versions: np.ndarray  # int64 [len(sources)]
+    # int64 [len(sources)]
+    versions: np.ndarray
     steps: tuple[tuple[int, int], ...] = ()
     spans: tuple[Span, ...] = ()
     in_place: tuple[int, ...] = ()
@@ -44,37 +47,34 @@ class Candidate:
 
 @dataclass(eq=False)
 class RequestState:
-    """One request from its arrival until its blocks are given back.
+    """State of one request, from its arrival until its blocks are freed.
 
     Attributes:
-        request: vLLM's own object.
-        whole: its prompt, if vLLM has been given a shorter one, for what is kept of `documents`,
-            stretches of it.
-        kept: which tokens of these are kept (`RecoveryResult.kept`), as soon as a recovery has
-            chosen.
-        options: what it asked for; a `Control` is an operation on the pinned documents.
-        offer: what it leaves behind for others.
-        adapter: which it runs under, or None; without a digest its KV is like no other.
-        shared: scopes of the namespaces that it may graft from beside its own.
-        refusal: why it must not graft, or None.
-        reason: why nothing was grafted so far.
-        candidate: the plan that was made while it waits.
-        prefix: pages of vLLM's exact hits, as of the last time that it asked.
-        recovery_key: how it recovers what is reused: only others that do it in the same way go on
-            with what it leaves. None: it neither goes on with approximate KV nor leaves any to go
-            on with.
-        continued: what it goes on with of an earlier prompt.
-        num_continuable: leading blocks that others can go on with.
-        hashes: vLLM's own block hashes from the first hidden block on, while others stand in their
-            place.
-        num_exact: leading tokens whose KV would be exact if nothing were grafted: not those that a
-            flow attends for.
-        plan: of its last recovery that has not failed.
-        recovery: the admitted plan while the workers are at it.
-        is_counted: whether the metrics have counted it.
-        is_trial: whether it grafts what another request would have grafted, and leaves nothing
-            behind.
-        load: number of the load that it waits or has waited for, or None before it has asked.
+        request: vLLM's own request object.
+        options: what the request asked for. A `Control` is an operation on the pinned documents.
+        offer: provenance of the blocks that the request leaves behind for others.
+        adapter: LoRA adapter of the request, or None. Without a digest its KV matches no other.
+        refusal: reason why the request must not graft, or None.
+        shared: scopes of the shared namespaces that it may graft from, besides its own.
+        reason: reason why nothing was grafted so far, or None.
+        candidate: plan that was made while the request waits.
+        prefix: pages of vLLM's exact prefix hit at the last call of `match`.
+        recovery_key: how the request recovers reused KV. Only requests with an equal key continue
+            with its approximate KV. None: it neither uses nor leaves approximate KV.
+        continued: approximate prefix of an earlier prompt that the request continues with, or None.
+        num_continuable: leading blocks that other requests can continue with.
+        hashes: number of the first masked block, and vLLM's own block hashes from there on.
+        plan: plan of the last recovery that has not failed.
+        recovery: the admitted plan while the workers recover it.
+        is_counted: True if the metrics have counted the request.
+        is_trial: True if the request tries the plan of another request (shadow mode). It leaves no
+            blocks behind.
+        num_exact: leading tokens whose KV would be exact without grafts. A flow makes the KV of
+            generated tokens approximate.
+        load: number of the store load that the request waits for or has waited for; None before.
+        whole: tokens of the client's prompt if vLLM sees a truncated one; else empty.
+        documents: ranges of `whole` that are known documents.
+        kept: tokens of `documents` that a recovery has kept (see `RecoveryResult.kept`), or None.
     """
 
     request: Any
@@ -115,7 +115,7 @@ class RequestState:
 
     @property
     def token_ids(self) -> list[int]:
-        """Its tokens, as the client sent them, with those generated so far."""
+        """The client's prompt and the tokens generated so far."""
         return (
             [*self.whole, *self.request.output_token_ids]
             if self.whole
@@ -124,44 +124,46 @@ class RequestState:
 
     @property
     def policy_name(self) -> str:
-        """The method that recovers what is grafted, with its options."""
+        """Policy that recovers the grafts, with its options."""
         return str(self.options.policy) if isinstance(self.options, RequestOptions) else ""
 
     @property
     def matches_similar(self) -> bool:
-        """Whether near-duplicates are grafted, too."""
+        """True if near-duplicates are grafted too."""
         return isinstance(self.options, RequestOptions) and self.options.match_similar
 
     @property
     def grafts_local_heads(self) -> bool:
-        """Whether it takes from a source what local heads know of it."""
+        """True if the request grafts the KV of local heads from its sources."""
         return (
             not isinstance(self.options, RequestOptions) or self.options.policy.grafts_local_heads
         )
 
     @property
     def recovering(self) -> bool:
-        """Whether workers write to its blocks."""
+        """True while workers write to the request's blocks."""
         return self.recovery is not None
 
     @property
     def has_known_weights(self) -> bool:
-        """Whether its KV is that of others which have the same scope."""
+        """True if the weights are identified, so that requests with the same scope have the same
+        KV.
+        """
         return self.adapter is None or bool(self.adapter.digest)
 
     @property
     def namespace(self) -> str:
-        """The isolation key, which vLLM folds into its own hashes too."""
+        """Isolation key of the request, which vLLM also includes in its block hashes."""
         return self.request.cache_salt or ""
 
     @property
     def pin_namespace(self) -> str:
-        """Where what is pinned lies that it can graft from."""
+        """Namespace of the pinned documents that the request can graft from."""
         return pin_namespace(
             self.namespace, "" if self.adapter is None else self.adapter.request.lora_name
         )
 
     @property
     def label(self) -> str:
-        """What may be shown of the namespace."""
+        """Label of the namespace that logs and metrics may show."""
         return namespace_label(self.namespace)
