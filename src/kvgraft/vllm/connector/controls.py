@@ -1,4 +1,4 @@
-"""Control requests of the API server: pin, unpin and list documents; idle refresh."""
+"""Control requests of the API server: pinned documents and idle refresh."""
 
 import os
 from collections.abc import Sequence
@@ -12,19 +12,25 @@ from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.options import CONTROL_TOKEN, READ, Control, pin_namespace
 from kvgraft.vllm.pool import SharedPool
 
-MAX_TRIES = 8  # of a text whose reading requests interrupt
+# attempts to compute a text before another one is chosen; requests interrupt these attempts
+MAX_TRIES = 8
 
 
 class RefreshControls:
-    """Counts what requests bring and graft, and carries out the control requests that read anew.
+    """Carry out the control requests of the idle refresh.
+
+    The idle refresh recomputes popular approximate text exactly. Its budget grows with the prompt
+    tokens that requests bring.
 
     Args:
-        known: what can be grafted, and vLLM's blocks.
-        share: see `Allowance`; 0: nothing is counted, and there is nothing to read.
-        longest: tokens that a prompt may have.
+        known: the planner.
+        reporting: counts the refreshed tokens.
+        share: budget as a share of the prompt tokens (see `Allowance`); 0 disables the refresh.
+        longest: maximum number of tokens in a prompt.
 
     Raises:
-        ValueError: nobody could ask for it.
+        ValueError: `share` is above 0, but no API server of KVGraft can send these control
+            requests.
     """
 
     def __init__(self, known: Planner, reporting: Reporting, share: float, longest: int) -> None:
@@ -36,31 +42,35 @@ class RefreshControls:
             )
         self._known, self._refresh, self._reporting = known, Refresh(known.index), reporting
         self._allowance, self._longest = Allowance(share), longest
-        # has been handed out, and was not read to its end
+        # the last text handed out, until it is computed to its end
         self._unfinished: TextToRead | None = None
         self._num_tries = 0
 
     def arrived(self, state: RequestState) -> None:
-        """A request brings a prompt."""
+        """Count the prompt tokens of a new request."""
         if not (isinstance(state.options, Control) or state.is_trial):
             self._allowance.num_brought += state.prompt_tokens
 
     def grafted(self, state: RequestState, pages: Sequence[int]) -> None:
-        """A request grafts from these pages, which are held. What is read anew is read by the model
-        itself: text that belongs to an adapter is left out."""
+        """Record the pages that a request grafts from. They must be held.
+
+        The refresh runs on the base model, so text of adapters is left out.
+        """
         if self._allowance.share and state.adapter is None:
             self._refresh.note(state.offer.scope, state.namespace, pages)
 
     def forget(self) -> None:
-        """What has been read may be of old weights."""
+        """Forget the unfinished text, because it may come from old weights."""
         self._unfinished = None
 
     def ended(self, state: RequestState) -> dict[str, Any]:
-        """Carry out a control request that has ended, or was aborted.
+        """Carry out a control request that has ended or was aborted.
 
         Returns:
-            `refresh`: the `tokens` to read and the `cache_salt` of their namespace; no tokens:
-            there is nothing. `read`: the `num_tokens` of the prompt, if it was read to its end.
+            For `refresh`: the `tokens` to compute and the `cache_salt` of their namespace. Empty
+                `tokens`
+            mean that there is nothing to do. For `read`: the `num_tokens` of the prompt if it was
+                computed to its end.
         """
         if isinstance(state.options, Control) and state.options.op == READ:
             return self._count(state)
@@ -72,6 +82,10 @@ class RefreshControls:
         )
 
     def _next(self) -> TextToRead | None:
+        """Return the text to compute next, or None.
+
+        An unfinished text comes first, up to `MAX_TRIES` times.
+        """
         left, room = self._allowance.left, self._known.pins.num_unpressed * self._known.block_size
         if left <= 0:
             return None
@@ -82,10 +96,13 @@ class RefreshControls:
         return text
 
     def _count(self, state: RequestState) -> dict[str, Any]:
-        """Account for what was computed of a text."""
+        """Count the computed tokens of a text against the budget, and report the text if it is
+        complete.
+        """
         request, unfinished = state.request, self._unfinished
         if not state.admitted:
             return {}
+
         num_tokens = int(request.num_prompt_tokens)
         num_read = max(
             0, min(int(request.num_computed_tokens), num_tokens) - state.report.prefix_tokens
@@ -94,17 +111,20 @@ class RefreshControls:
         self._reporting.idle_refresh(num_read)
         if not request.num_output_tokens:
             return {}
+
         if unfinished is not None and num_tokens >= len(unfinished.tokens):
             self._unfinished = None
+
         return {"num_tokens": num_tokens}
 
 
 class PinControls:
-    """Carries out control requests: a namespace pins, deletes and lists its own segments.
+    """Carry out control requests that pin, delete and list the documents of a namespace.
 
     Args:
-        pool: where the pinned pages lie.
-        pins: what is pinned in it.
+        pool: pool that holds the pinned pages.
+        pins: documents pinned in it.
+        block_size: tokens per block.
     """
 
     def __init__(self, pool: SharedPool, pins: PinnedDocuments, block_size: int) -> None:
@@ -113,13 +133,18 @@ class PinControls:
     def apply(self, state: RequestState, blocks: list[int]) -> dict[str, Any]:
         """Carry out a control request that has finished.
 
+        Args:
+            blocks: blocks of the request in the main KV cache group.
+
         Returns:
-            `list`: all `pins` of the namespace. Others: the `pin` as it is or was, and `num_pins`
-            that there are now. Or an `error` and its `status`.
+            For `list`: all `pins` of the namespace. For other operations: the `pin` and the new
+                `num_pins`.
+            On failure: an `error` and its HTTP `status`.
         """
         control = state.options
         if not isinstance(control, Control):
             raise TypeError(f"{control!r} is no control operation")
+
         namespace = pin_namespace(state.namespace, control.adapter)
         if control.op == "pin" and not state.has_known_weights:
             return _error(
@@ -127,25 +152,32 @@ class PinControls:
                 f"the weights of adapter {control.adapter!r} are not known, or others were loaded "
                 "just now",
             )
+
         if control.op == "pin":
             num_blocks = state.request.num_prompt_tokens // self._block_size
             return self._pin(control, namespace, blocks[:num_blocks])
+
         entries = self._pins.list(namespace)
         if control.op == "list":
             return {"pins": [self._describe(entry) for entry in entries]}
+
         named = next((entry for entry in entries if entry.name == control.name), None)
         if named is None:
             return _error(404, f"no pinned document {control.name!r}")
+
         self._pins.delete(control.name, namespace)
         return {"pin": self._describe(named), "num_pins": len(entries) - 1}
 
     def _pin(self, control: Control, namespace: str, pages: list[int]) -> dict[str, Any]:
-        """Pin the full blocks of a text; uses are counted from now on, unless others have pinned
-        the same blocks."""
+        """Pin the full blocks of a text.
+
+        Hits are counted from 0, except for blocks that are pinned already.
+        """
         if not pages:
             return _error(
                 400, f"nothing to pin: the text fills no block of {self._block_size} tokens"
             )
+
         held = self._pins.pages
         self._pool.hit_counts[[page for page in pages if page not in held]] = 0
         try:
@@ -154,6 +186,7 @@ class PinControls:
             )
         except ValueError as error:
             return _error(409, str(error))
+
         return {"pin": self._describe(entry), "num_pins": len(self._pins.list(namespace))}
 
     def _describe(self, entry: PinnedDocument) -> dict[str, Any]:

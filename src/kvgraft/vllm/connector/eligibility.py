@@ -1,4 +1,4 @@
-"""What a request asks of reuse, which adapter weights it has, and why it must not reuse."""
+"""Checks of requests: the reuse options, the adapter, and reasons to refuse reuse."""
 
 import logging
 import os
@@ -20,24 +20,28 @@ from kvgraft.vllm.options import EXACT_BECAUSE, KEY, Control, RequestOptions
 
 
 class RequestAdapters:
-    """What the files of an adapter are when a request arrives, unless workers have said that they
-    loaded others.
+    """LoRA adapters of requests, identified by a digest of their weights.
 
-    vLLM knows the blocks of an adapter by its name and path. Where those have got other weights,
-    requests get other block hashes as well, so that no exact lookup finds what was computed under
-    the earlier ones."""
+    The digest covers the adapter's files when a request arrives, unless a worker has reported that
+    it loaded other weights. vLLM identifies the blocks of an adapter by name and path only. If the
+    weights under them change, requests get salted block hashes. So no exact lookup finds blocks of
+    the earlier weights.
+    """
 
     def __init__(self, config: VllmConfig) -> None:
         lora = config.lora_config
         self._how = "" if lora is None else f"{lora.lora_dtype}/{sorted(lora.target_modules or ())}"
-        self._loaded: dict[int, str] = {}  # digests by vLLM's ids
-        # digests that vLLM's own hashes stand for, by name and path
+        # digests by vLLM's adapter ids
+        self._loaded: dict[int, str] = {}
+        # digests that unsalted block hashes stand for, by name and path
         self._plain: dict[tuple[str, str], str] = {}
 
     def of(self, request: Any) -> Adapter | None:
-        """The adapter of a request that has just arrived; None: it is for the model itself. The
-        digest is empty if nobody knows it: then the request must neither reuse nor leave
-        anything."""
+        """Return the adapter of a request that has just arrived; None if it uses the base model.
+
+        The digest is empty if the weights are unknown. Then the request must neither reuse nor
+        leave KV.
+        """
         lora = request.lora_request
         if lora is None:
             return None
@@ -50,12 +54,17 @@ class RequestAdapters:
         return Adapter(lora, digest or "")
 
     def scoped(self, model: str, adapter: Adapter | None) -> str:
-        """The identity of a model under an adapter."""
+        """Return the identity of a model with this adapter."""
         return model if adapter is None else f"{model}/lora:{self._how}/{adapter.digest}"
 
     def learn(self, loaded: Mapping[int, str], states: Iterable[RequestState]) -> None:
-        """Workers have loaded adapters. Requests that were to have other weights leave nothing
-        behind from now on."""
+        """Record adapters that workers have loaded.
+
+        Requests that expected other weights stop reusing, and leave nothing behind.
+
+        Args:
+            loaded: digests by vLLM's adapter ids.
+        """
         self._loaded |= loaded
         for state in states:
             if state.adapter is None or (lora := state.adapter.request).lora_int_id not in loaded:
@@ -71,13 +80,13 @@ logger = logging.getLogger("kvgraft")
 
 
 class ReuseEligibility:
-    """Reads requests.
+    """Parse the options of requests and decide if they may reuse KV.
 
     Args:
-        default: what those get that say nothing.
-        config: vLLM's.
-        residual_layers: layers of which the residual stream is kept.
-        has_head_map: whether the classes of the model's KV heads are known.
+        default: options of requests that name none.
+        config: vLLM's configuration.
+        residual_layers: layers whose residual stream is kept.
+        has_head_map: True if the classes of the model's KV heads are known.
     """
 
     def __init__(
@@ -99,8 +108,16 @@ class ReuseEligibility:
     def of(
         self, request: Any, *, weights_known: bool = True
     ) -> tuple[RequestOptions | Control, str | None, tuple[str, ...]]:
-        """Options; if it must not graft, the reason (wrong parameters are one, too); and the cache
-        keys of the shared namespaces that it may graft from."""
+        """Parse the options of a request and check if it may graft.
+
+        Args:
+            weights_known: False if the weights of its adapter are unknown.
+
+        Returns:
+            The options or control operation; the reason why it must not graft, or None; and the
+            cache keys of the shared namespaces that it may graft from. Invalid parameters are such
+            a reason.
+        """
         try:
             params = request.kv_transfer_params or {}
             given = params.get(KEY, {})
@@ -114,15 +131,17 @@ class ReuseEligibility:
         except (ValueError, TypeError, AttributeError) as error:
             logger.warning("request %s is served without reuse: %s", request.request_id, error)
             return self._default, "invalid_params", ()
+
         if (because := params.get(EXACT_BECAUSE)) in REFUSALS:
             return options, because, ()
         if not weights_known:
             return options, "lora", ()
+
         missing = set(options.policy.residual_layers(self._num_layers)) - self._residual_layers
         return options, "residual_stream" if missing else self._refusal(request, options), salts
 
     def _refusal(self, request: Any, options: RequestOptions) -> str | None:
-        """Why a request must not graft, or None."""
+        """Return the reason why a request must not graft, or None."""
         keeps, by_head = isinstance(options.policy, KeepsDocuments), options.policy.needs_head_map
         sampling = request.sampling_params
         penalty = 1.0 if sampling is None else sampling.repetition_penalty
@@ -132,11 +151,13 @@ class ReuseEligibility:
             "unsupported_model": (keeps and not self._takes_documents)
             or (by_head and not self._works_by_head),
             "no_head_map": by_head and not self._has_head_map,
-            "repetition_penalty": keeps and penalty != 1.0,  # of the prompt
+            # The penalty counts tokens of the whole prompt, and vLLM sees a truncated one.
+            "repetition_penalty": keeps and penalty != 1.0,
             "multimodal": bool(request.mm_features),
             "prompt_embeds": request.prompt_embeds is not None,
             "prompt_logprobs": request.skip_reading_prefix_cache,
             "pooling": request.pooling_params is not None,
             "streaming_session": request.resumable,
         }
+
         return next((reason for reason, applies in checks.items() if applies), None)

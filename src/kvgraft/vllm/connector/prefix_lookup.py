@@ -1,8 +1,9 @@
-"""What vLLM's prefix lookup finds for a request.
+"""Control of what vLLM's prefix lookup finds for a request.
 
-`HashMasking` gives a request block hashes that nobody else has, or those of an approximate prefix.
-It is used by conversations that go on with the KV of the last turn (`Continuing`), by prompts of
-which a part is kept (`PromptTruncation`), and by trials of a server in shadow mode (`ShadowMode`).
+`HashMasking` gives a request block hashes that no content has, or the hashes of an approximate
+prefix. Its users are conversations that continue with the KV of the last turn (`Continuing`),
+prompts that keep only a part of their documents (`PromptTruncation`), and trials of a server in
+shadow mode (`ShadowMode`).
 """
 
 import os
@@ -23,32 +24,40 @@ from kvgraft.vllm.groups import Reserved
 from kvgraft.vllm.options import NOTE_PLAN
 from kvgraft.vllm.pool import SharedPool
 
-REMEMBERED = 256  # plans, of the watched requests that came last
+# plans to remember, of the requests that came last
+REMEMBERED = 256
 
 
-SHORTEST_DOCUMENT = 64  # tokens of a document of which a part may be kept
-LEAST_SHARE = 0.1  # of a prompt that documents make up
+# Shorter documents (in tokens) are always kept whole.
+SHORTEST_DOCUMENT = 64
+# Prompts with a smaller share of documents are not truncated.
+LEAST_SHARE = 0.1
 
 
 class HashMasking:
-    """Gives such blocks hashes that no content has; the true ones come back if the request is
-    computed in full.
+    """Mask block hashes of requests, so that no exact lookup finds approximate blocks.
+
+    The true hashes come back if the request is computed in full.
 
     Args:
-        kv_cache_manager: vLLM's; it knows the blocks of a request.
+        kv_cache_manager: vLLM's KV cache manager, which knows the blocks of a request.
+        pool: pages of vLLM's block pool.
+        block_size: tokens per block.
     """
 
     def __init__(self, kv_cache_manager: Any, pool: SharedPool, block_size: int) -> None:
         self._manager, self._pool, self._block_size = kv_cache_manager, pool, block_size
 
     def first_block(self, state: RequestState) -> int:
-        """The first hidden block of a request."""
+        """Return the number of the first masked block of a request."""
         return state.offer.first_approximate // self._block_size
 
     def mask(self, state: RequestState, first_token: int) -> None:
-        """Hide the block of this token and what follows; hashes of generated blocks chain from
-        there. A request that was preempted, or goes on with an earlier one, may have hidden some
-        before."""
+        """Mask the block that holds `first_token` and all blocks behind it.
+
+        vLLM chains the hashes of later blocks from masked ones, so these are masked too. Some
+        blocks may be masked already if the request was preempted or continues with an earlier one.
+        """
         hashes, first = state.request.block_hashes, first_token // self._block_size
         self._pool.forget_hashes(hashes[max(first, self.first_block(state)) :])
         hidden, before = state.hashes or (len(hashes), [])
@@ -57,12 +66,13 @@ class HashMasking:
         self._rename(hashes, first)
 
     def hide_again(self, state: RequestState) -> None:
-        """Hide all blocks of a request that was hidden as a whole, and has another prompt since."""
+        """Mask all blocks of a request again, after its prompt has changed."""
         self._rename(state.request.block_hashes, 0)
 
     def go_on(self, state: RequestState, continued: Continued[Any]) -> None:
-        """Let vLLM find, as the prompt's own, the blocks that it goes on with; what follows them is
-        hidden."""
+        """Let vLLM find the blocks of an approximate prefix as the prompt's own, and mask those
+        behind it.
+        """
         hashes, first, stop = (
             state.request.block_hashes,
             continued.first_block,
@@ -74,7 +84,7 @@ class HashMasking:
         state.offer.mark_approximate(continued.steps(self._block_size), continued.spans)
 
     def undo(self, state: RequestState) -> None:
-        """vLLM's own hashes stand again, and nothing is approximate."""
+        """Restore vLLM's own hashes, and mark nothing of the request as approximate."""
         if state.hashes is not None:
             first, hashes = state.hashes
             del state.request.block_hashes[first:]
@@ -84,8 +94,11 @@ class HashMasking:
         state.offer.reset(state.num_exact)
 
     def unmask(self, state: RequestState) -> None:
-        """The request is computed in full after all, behind what it goes on with: that stays
-        hidden, and so does what follows it."""
+        """Unmask a request that is computed in full after all.
+
+        If it continues with an approximate prefix, that prefix and all blocks behind it stay
+        masked.
+        """
         self.release(state)
         if state.continued is None:
             self.undo(state)
@@ -96,9 +109,11 @@ class HashMasking:
             )
 
     def release(self, state: RequestState) -> None:
-        """Let go of what a request has hidden, before it gives its blocks back: vLLM would take
-        them for its most recent ones and push out others. Those stay that others can graft from or
-        go on with, or hold."""
+        """Make the masked blocks of a request reclaimable before it frees them.
+
+        vLLM would otherwise treat them as most recently used and evict other blocks first. Blocks
+        stay that others can graft from, can continue with, or hold.
+        """
         first = max(self.first_block(state), state.num_continuable)
         if state.continued is not None:
             first = max(first, state.continued.stop_block)
@@ -108,19 +123,18 @@ class HashMasking:
             self._pool.forget_hashes(hidden, own, state.offer.approximate_pages)
 
     def _rename(self, hashes: list[Any], first: int) -> None:
+        """Give the blocks from number `first` on hashes made from a random nonce."""
         nonce = os.urandom(32)
         for block in range(first, len(hashes)):
             hashes[block] = nonce_hash(nonce, block)
 
 
 class Continuing:
-    """Lets vLLM's own prefix lookup find approximate blocks for those requests that may go on with
-    them.
+    """Let vLLM's prefix lookup find approximate blocks for requests that may continue with them.
 
     Args:
-        known: vLLM's blocks, of which approximate ones have hashes that no content has; and what
-            can be grafted.
-        masking: gives a request such hashes, and its own ones back.
+        known: the planner, whose pool holds the approximate blocks under masked hashes.
+        masking: swaps the hashes of a request.
     """
 
     def __init__(self, known: Planner, masking: HashMasking) -> None:
@@ -132,8 +146,11 @@ class Continuing:
         self._copies = GraftedBlockRetention(self._pool)
 
     def inject_approximate_prefix(self, state: RequestState) -> None:
-        """vLLM is about to look for the beginning of a prompt, which has not run yet: it may do so
-        in every step."""
+        """Put an approximate prefix into the request's hashes before vLLM looks up its prefix.
+
+        vLLM may look in every step until the request runs. Each call starts again from the true
+        hashes.
+        """
         if state.recovery_key is None or state.whole or state.admitted:
             return
         self._copies.learn(self._known.take_lost(), self._index.take_lost())
@@ -146,9 +163,14 @@ class Continuing:
             self._masking.go_on(state, continued)
 
     def after_lookup(self, state: RequestState, num_prefix: int) -> None:
-        """vLLM has found so many tokens. If windows have lost all that the prompt was to go on
-        with, it is an ordinary one: nothing of it is approximate, and what it computes is no other
-        version of what is known."""
+        """Undo the approximate prefix if vLLM has found none of its blocks.
+
+        This happens when groups with windows have lost their pages. The request is an ordinary one
+        then.
+
+        Args:
+            num_prefix: tokens that vLLM has found.
+        """
         continued, size = state.continued, self._pool.block_size
         if (
             continued is not None
@@ -158,8 +180,9 @@ class Continuing:
             self._masking.undo(state)
 
     def remember(self, state: RequestState, blocks: list[int], num_tokens: int) -> None:
-        """Let others go on with the approximate blocks that a request has computed, up to this
-        token."""
+        """Let other requests continue with the approximate blocks of the first `num_tokens`
+        tokens.
+        """
         size, hashes = self._pool.block_size, state.request.block_hashes
         first, stop = (
             state.offer.first_approximate // size,
@@ -167,52 +190,57 @@ class Continuing:
         )
         if state.recovery_key is None or state.whole or stop <= max(first, state.num_continuable):
             return
+
         stop = first + self._pool.num_hashed(blocks[first:stop])
         depths = state.offer.depths(stop, size)[first:].tolist()
         plan, chains = state.plan, self._chains(state, stop)
         grafted = np.zeros(0, bool) if plan is None else plan.grafted_blocks
-        is_grafted = np.pad(grafted, (0, stop))[first:stop].tolist()  # answers hold none
+
+        # Generated tokens behind the plan hold no grafts.
+        is_grafted = np.pad(grafted, (0, stop))[first:stop].tolist()
         left = hashes[first:stop], depths, is_grafted, state.offer.source
         num_added = self._known.add(state.recovery_key, chains, first, *left)
         state.num_continuable = first + num_added
 
     def leave(self, state: RequestState, blocks: list[int]) -> None:
-        """A request gives its blocks back: those are noted that only prompts want which go on with
-        it."""
-        # fewer, if it was preempted and has not come back
+        """Record the blocks of an ending request that only continuations of its prompt will
+        want.
+        """
+        # A request that was preempted and not resumed has fewer blocks than before.
         if stop := min(state.num_continuable, len(blocks)):
             depths = state.offer.depths(stop, self._pool.block_size)
             self._copies.add(blocks[:stop], is_copied(state.plan, depths, self._index.max_depth))
 
     def clear(self) -> None:
-        """Nobody goes on with what was computed so far."""
+        """Forget all approximate prefixes."""
         self._known.clear()
         self._copies = GraftedBlockRetention(self._pool)
 
     def _chains(self, state: RequestState, count: int) -> list[bytes]:
-        """Keys of the first blocks of a request by all their tokens, in its namespace."""
+        """Return keys of the first `count` blocks, each a hash of all tokens up to the block's
+        end.
+        """
         size = self._pool.block_size
         return state.offer.chains(state.token_ids[: count * size], size)
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """A plan, and in which namespace it was made."""
+    """A plan, with the scope (model and namespace) that it was made in."""
 
     scope: bytes
     candidate: Candidate
 
 
 class ShadowMode:
-    """Remembers plans for a while; nothing that they would graft from is held."""
+    """Remember plans of a server in shadow mode for later trials. Their sources are not pinned."""
 
     def __init__(self, masking: HashMasking) -> None:
         self._masking = masking
         self._found: OrderedDict[str, Found] = OrderedDict()
 
     def note(self, state: RequestState, candidate: Candidate) -> None:
-        """This would have been grafted; the plan is remembered if the API server may want to try
-        it."""
+        """Report what the plan would have grafted, and remember the plan if a trial may follow."""
         if (state.request.kv_transfer_params or {}).get(NOTE_PLAN):
             self._found[state.id] = Found(state.offer.scope, candidate)
             if len(self._found) > REMEMBERED:
@@ -222,8 +250,14 @@ class ShadowMode:
         )
 
     def try_out(self, state: RequestState, of: str) -> None:
-        """A request with the prompt of an earlier one of its namespace is to graft what that would
-        have: vLLM finds the same prefix as then, and nothing that has been computed since."""
+        """Give a trial request the plan of an earlier request of the same namespace.
+
+        The request has the same prompt. It finds the same prefix as the earlier one did, and
+        nothing that has been computed since.
+
+        Args:
+            of: vLLM's id of the earlier request.
+        """
         found = self._found.get(of)
         state.is_counted, state.recovery_key = True, None
         if found is not None and found.scope == state.offer.scope:
@@ -236,22 +270,23 @@ class ShadowMode:
 
 
 class PromptTruncation:
-    """Puts a shorter prompt in the place of a request's own, and the whole one back if nothing can
-    be kept after all.
+    """Replace the prompt of a request by a shorter one, and restore it if nothing can be kept.
 
     Args:
-        known: finds the documents.
-        masking: nobody may find the blocks of a shorter prompt: they have the hashes of a nonce.
+        known: the planner, which finds the documents.
+        masking: hides the blocks of shorter prompts from every lookup.
     """
 
     def __init__(self, known: Planner, masking: HashMasking) -> None:
         self._known, self._masking = known, masking
-        # prompts of requests of which workers know a shorter one
+        # whole prompts of requests whose shorter prompt the workers know
         self._restored: dict[str, list[int]] = {}
 
     def shorten(self, state: RequestState, policy: KeepsDocuments) -> None:
-        """Let vLLM see as many tokens as the policy keeps at most, if enough of the prompt is
-        known."""
+        """Give vLLM a prompt as long as the policy keeps at most, if enough of the prompt is known.
+
+        If not, the reason is set as the request's refusal.
+        """
         known, tokens = self._known.documents(state), state.token_ids
         matches = [match for match in known if match.length >= SHORTEST_DOCUMENT]
         state.documents = tuple(range(match.start, match.start + match.length) for match in matches)
@@ -261,21 +296,31 @@ class PromptTruncation:
                 "too_short" if known else unknown_reason(len(tokens), self._known.block_size)
             )
             return
+
         if sum(lengths) < LEAST_SHARE * len(tokens):
             state.refusal = "too_little_known"
             return
+
         for match in matches:
             self._known.pool.hit_counts[match.pages] += 1
+
         num_kept = len(tokens) - sum(lengths) + policy.num_kept(lengths)
         state.whole = tuple(tokens)
-        set_prompt(state.request, tokens[-num_kept:])  # only the last of them will ever be read
+
+        # vLLM computes only the last of these tokens, so any others would do.
+        set_prompt(state.request, tokens[-num_kept:])
         self._masking.mask(state, 0)
         state.offer.mark_approximate([(0, 1)])
 
     def settle(self, state: RequestState, kept: np.ndarray) -> None:
-        """A recovery has kept these tokens (`RecoveryResult.kept`): vLLM, which still waits for
-        more, sees as many, and blocks behind them are free. If the request is preempted it keeps
-        the same: its answer goes on with them."""
+        """Fit the prompt to the tokens that a recovery has kept, and free the blocks behind it.
+
+        vLLM still waits for the recovery then. A preempted request keeps the same tokens, because
+        its answer continues from them.
+
+        Args:
+            kept: bits [L, T / 8] (see `RecoveryResult.kept`).
+        """
         request, num_kept = state.request, int(np.unpackbits(kept[0]).sum())
         num_prompt = len(state.whole) - sum(map(len, state.documents)) + num_kept
         state.kept = kept
@@ -286,8 +331,10 @@ class PromptTruncation:
             self._known.groups.trim(state.id, request.num_tokens)
 
     def restore(self, state: RequestState, reason: str) -> None:
-        """The request has its whole prompt again and is computed in full; if it was preempted, with
-        the answer so far, which goes on as if all of that were a prompt."""
+        """Give the request its whole prompt again, so that it is computed in full.
+
+        The answer of a preempted request continues behind the whole prompt.
+        """
         self._masking.release(state)
         set_prompt(state.request, list(state.whole))
         if state.kept is not None:
@@ -297,7 +344,9 @@ class PromptTruncation:
         state.refusal = reason
 
     def take_restored(self) -> dict[str, list[int]]:
-        """What workers must know before these requests are resumed, by request id: since the last
-        call."""
+        """Return the prompts restored since the last call, by request id.
+
+        Workers must know them before vLLM resumes the requests.
+        """
         restored, self._restored = self._restored, {}
         return restored

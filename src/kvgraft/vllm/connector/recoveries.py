@@ -1,4 +1,4 @@
-"""Recoveries that workers do for requests: begun, called off, ended."""
+"""Recoveries that the workers do for requests: start, cancel and end."""
 
 from collections.abc import Collection, Sequence
 
@@ -13,8 +13,11 @@ from kvgraft.vllm.recovery import Job, RecoveryResult
 
 
 class Recoveries:
-    """While one is under way, the blocks that it grafts from are pinned, and those that it recovers
-    where they are nobody else's to begin with."""
+    """Recoveries under way, as the scheduler side sees them.
+
+    While a recovery runs, the blocks that it grafts from are pinned. Only its own request uses the
+    blocks that it recovers in place.
+    """
 
     def __init__(
         self,
@@ -25,33 +28,45 @@ class Recoveries:
     ) -> None:
         self._known, self._masking = known, masking
         self._shorter_prompts, self._reporting = shorter_prompts, reporting
-        self._rewritten: set[int] = set()  # pages that are recovered where they are
+        # pages that a recovery rewrites in place
+        self._rewritten: set[int] = set()
         self._jobs: list[Job] = []
         self._cancelled: set[str] = set()
 
     def rewrites(self, pages: Collection[int]) -> bool:
-        """Whether one of these pages is recovered where it is: who wants it waits."""
+        """Return True if one of these pages is being recovered in place, so that other requests
+        must wait.
+        """
         return not self._rewritten.isdisjoint(pages)
 
     def start(
         self, state: RequestState, candidate: Candidate, block_ids: Sequence[list[int]]
     ) -> None:
-        """Hand one to the workers, its sources pinned, and hide everything approximate from exact
-        lookups."""
+        """Queue a recovery for the workers, and mask its approximate blocks.
+
+        Args:
+            candidate: the admitted plan, whose sources are pinned.
+            block_ids: blocks of the request, by KV cache group.
+        """
         request, options = state.request, state.options
         if not isinstance(options, RequestOptions):
             raise TypeError("a control request never grafts")
+
         state.recovery, state.plan, sources = candidate, candidate.plan, candidate.sources
-        # vLLM's own would be the whole prompt
+
+        # vLLM's own statistics would count the whole prompt as loaded.
         if request.prefill_stats is not None and not request.num_preemptions:
             num_grafted = int((candidate.plan.grafted & ~candidate.plan.in_place).sum())
             request.prefill_stats.set(state.prompt_tokens, candidate.num_prefix, num_grafted)
+
         if not state.is_trial:
             self._known.pool.hit_counts[sources] += 1
+
         self._rewritten.update(candidate.in_place)
         if candidate.steps:
             self._masking.mask(state, candidate.steps[0][0])
             state.offer.mark_approximate(candidate.steps, candidate.spans)
+
         tokens = np.array(state.token_ids, np.int64)
         tables = self._known.groups.tables(block_ids, candidate.reserved)
         pages = np.array([self._known.pool.by_group(page) for page in sources], np.int64).reshape(
@@ -63,29 +78,35 @@ class Recoveries:
         )
 
     def cancel(self, state: RequestState) -> None:
-        """The request was aborted: its blocks and sources stay until the workers have let go."""
+        """Cancel the recovery of an aborted request.
+
+        Its blocks and sources stay until the workers end it.
+        """
         self._cancelled.add(state.id)
 
     def take_orders(self) -> tuple[list[Job], set[str]]:
-        """Return what the workers do not have yet: recoveries to begin, and the requests whose are
-        called off."""
+        """Return what the workers do not have yet: new jobs, and ids of requests to cancel."""
         orders = self._jobs, self._cancelled
         self._jobs, self._cancelled = [], set()
         return orders
 
     def end(self, state: RequestState, outcome: RecoveryResult) -> None:
-        """One has ended: let go of its sources. If it failed, its request becomes an ordinary one
-        again."""
+        """End a recovery and unpin its sources.
+
+        If it failed, the request becomes an ordinary one again.
+        """
         candidate, state.recovery = state.recovery, None
         if candidate is not None:
             if outcome.failure is None and not state.finished:
                 self._known.groups.keep(candidate.reserved, state.request)
             self._known.release(candidate)
+
         in_place = () if candidate is None else candidate.in_place
         self._rewritten.difference_update(in_place)
         if outcome.failure is not None and in_place:
             self._known.pool.forget(in_place)
             state.continued = None
+
         if state.finished:
             self._masking.release(state)
             self._reporting.aborted()
@@ -99,8 +120,10 @@ class Recoveries:
                 self._learn(state, candidate, outcome)
 
     def _failed(self, state: RequestState, reason: str) -> None:
-        """The whole prompt is computed; also that of a request that was preempted, and grafted
-        before."""
+        """Fall back to computing the whole prompt.
+
+        This includes the prompt of a preempted request whose first recovery succeeded.
+        """
         state.refusal = state.reason = reason
         state.plan = None
         if state.whole:
@@ -110,7 +133,7 @@ class Recoveries:
         self._reporting.failed(state)
 
     def _learn(self, state: RequestState, candidate: Candidate, outcome: RecoveryResult) -> None:
-        """What it computed tells what the next one of this policy will cost."""
+        """Update the cost model with the share of tokens that the policy has recomputed."""
         plan, num_new = candidate.plan, int(candidate.plan.fresh.sum())
         num_recovered = outcome.computed_share * plan.num_tokens - num_new
         self._known.cost_model.learn(

@@ -1,4 +1,4 @@
-"""What responses and metrics say of the requests."""
+"""Reports in responses, and metrics of the requests."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,32 +14,43 @@ from kvgraft.vllm.recovery import RecoveryResult
 from kvgraft.vllm.stats import Stats
 
 logger = logging.getLogger("kvgraft")
-MAX_SPANS = 64  # of a report
+# most spans in a report
+MAX_SPANS = 64
 
 
 class Reporting:
-    """Fills the requests' reports and counts for the metrics."""
+    """Fill the reports of requests and count for the metrics."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._stats = Stats()
-        self._told: dict[tuple[str, str], float] = {}  # levels
-        self.documents = (0, 0)  # that the workers hold in host memory: bytes, how many
+        # gauge values of the last payload
+        self._told: dict[tuple[str, str], float] = {}
+        # documents that the workers hold in host memory: bytes and number
+        self.documents = (0, 0)
 
     def admitted(self, state: RequestState, candidate: Candidate | None) -> None:
-        """Report an admission (a graft: once it has succeeded), and count the first one."""
+        """Fill the report of an admitted request, and count the request if this is its first
+        admission.
+
+        Args:
+            candidate: plan of a recovery that has succeeded; None for a request without grafts.
+        """
         report, options, request = state.report, state.options, state.request
         num_prompt = state.prompt_tokens
         num_prefix = request.prefill_stats.num_local_cached_tokens if request.prefill_stats else 0
         if candidate is not None:
             num_prefix = candidate.num_prefix
+
         spans = _spans(candidate, num_prompt, num_prefix)
         if state.continued is not None:
             spans = list(_continued(spans, state.continued.first_block * self._block_size))
+
         if isinstance(options, RequestOptions):
             report.policy, report.profile = str(options.policy), options.profile
         else:
             report.policy = options.op
+
         report.prompt_tokens = num_prompt
         (
             report.prefix_tokens,
@@ -50,21 +61,24 @@ class Reporting:
         report.spans = [list(span) for span in spans[:MAX_SPANS]]
         report.depth = state.offer.depth
         report.conclude(state.reason)
+
         if candidate is None:
             report.computed_share, report.recomputed_tokens, report.counts = (
                 report.fresh_tokens / num_prompt,
                 0,
                 {},
             )
-        # others are our own operations
+
+        # Control operations are not requests of clients, so they are not counted.
         if not state.is_counted and isinstance(options, RequestOptions):
             self._count(state)
+
         state.is_counted = True
 
     def recovered(
         self, state: RequestState, candidate: Candidate | None, outcome: RecoveryResult
     ) -> None:
-        """A graft has succeeded."""
+        """Report and count a successful recovery."""
         self.admitted(state, candidate)
         report = state.report
         report.recomputed_tokens, report.computed_share = (
@@ -74,17 +88,22 @@ class Reporting:
         report.stages |= outcome.stages
         report.kept_tokens = state.request.num_prompt_tokens if state.whole else None
         report.counts = outcome.counts
+
         if state.is_trial:
             return
+
         if outcome.counts.get("rejected_tokens"):
             self._stats.add("kvgraft:fallbacks_total", "probe")
+
         self._stats.add("kvgraft:tokens_total", "recomputed", outcome.recomputed_tokens)
         for stage, seconds in report.stages.items():
             self._stats.observe("kvgraft:stage_seconds", stage, seconds)
 
     def failed(self, state: RequestState) -> None:
-        """A recovery has failed for `state.reason`: that of a request which was preempted fails
-        beside what it has been counted as."""
+        """Report and count a recovery that failed for `state.reason`.
+
+        A preempted request may be counted already; then only the fallback is added.
+        """
         if state.is_counted:
             logger.warning("request %s goes on computed in full: %s", state.id, state.reason)
             self._stats.add("kvgraft:fallbacks_total", state.reason or "unknown")
@@ -92,20 +111,20 @@ class Reporting:
         self.admitted(state, None)
 
     def aborted(self) -> None:
-        """The client of a graft has left before it was done."""
+        """Count a graft whose client left before the recovery was done."""
         self._stats.add("kvgraft:fallbacks_total", "aborted")
 
     def idle_refresh(self, num_tokens: int) -> None:
-        """So many tokens were computed while no request ran."""
+        """Count tokens that the idle refresh has computed."""
         self._stats.add("kvgraft:idle_refresh_tokens_total", "", num_tokens)
 
     def stored(self, counts: Mapping[str, int]) -> None:
-        """What the workers' stores have done."""
+        """Count events of the workers' stores."""
         for event, count in counts.items():
             self._stats.add("kvgraft:store_total", event, count)
 
     def take(self, known: Planner) -> Stats | None:
-        """What happened since the last call."""
+        """Return the metrics since the last call, or None if nothing has changed."""
         stats, self._stats = self._stats, Stats()
         levels = self._levels(known)
         if stats.is_empty() and levels == self._told:
@@ -116,9 +135,10 @@ class Reporting:
         return stats
 
     def _levels(self, known: Planner) -> dict[tuple[str, str], float]:
-        """What the gauges show now, by metric and label."""
+        """Return the current values of the gauges, by metric and label."""
         pool, (num_bytes, num_documents) = known.pool, self.documents
-        # which is in no seconds
+
+        # `TOKENS` counts tokens instead of seconds, so it does not fit the gauge.
         costs = {} if known.cost_model.costs == TOKENS else asdict(known.cost_model.costs)
         return {
             ("kvgraft:pool_blocks", "used"): pool.num_used,
@@ -135,12 +155,14 @@ class Reporting:
         }
 
     def _count(self, state: RequestState) -> None:
+        """Count a request, its tokens and its outcome."""
         report = state.report
         if report.outcome == Outcome.FALLBACK:
             logger.warning("request %s is computed in full: %s", state.id, report.reason)
             self._stats.add("kvgraft:fallbacks_total", report.reason or "unknown")
         elif report.outcome in (Outcome.MISS, Outcome.OFF):
             self._stats.add("kvgraft:misses_total", report.reason or "unknown")
+
         self._stats.add("kvgraft:requests_total", report.outcome)
         if (
             report.shadow_graftable_tokens
@@ -152,15 +174,19 @@ class Reporting:
                 "kvgraft:shadow_graftable_tokens_total", "", report.shadow_graftable_tokens
             )
             self._stats.add("kvgraft:shadow_saved_seconds_total", "", saved)
+
         if report.too_deep_tokens:
             self._stats.add("kvgraft:too_deep_tokens_total", "", report.too_deep_tokens)
+
         for kind in KINDS:
             self._stats.add("kvgraft:tokens_total", kind, getattr(report, f"{kind}_tokens"))
 
 
 def _continued(spans: Iterable[tuple[int, int, str]], first: int) -> Iterator[tuple[int, int, str]]:
-    """What the spans say is prefix, from the first token on that is not exact: an earlier
-    prompt's."""
+    """Split the prefix spans at the first approximate token.
+
+    Behind it they are of kind `continued`.
+    """
     for start, stop, kind in spans:
         if kind == "prefix" and stop > first:
             yield from ((start, first, kind), (max(start, first), stop, "continued"))[
@@ -173,8 +199,10 @@ def _continued(spans: Iterable[tuple[int, int, str]], first: int) -> Iterator[tu
 def _spans(
     candidate: Candidate | None, num_prompt: int, num_prefix: int
 ) -> list[tuple[int, int, str]]:
-    """(start, stop, kind) of the prompt; a plan may go on to tokens that were generated before a
-    preemption."""
+    """Return the (start, stop, kind) spans of a prompt.
+
+    A plan may reach beyond the prompt, to tokens that were generated before a preemption.
+    """
     found = [(0, num_prefix, "prefix")]
     if candidate is not None:
         [spans] = candidate.plan.spans
@@ -187,23 +215,29 @@ def _spans(
 
 
 class StopStringReports:
-    """Sends each of them with the first tokens behind the prompt.
+    """Send the reports of requests with stop strings early, with the first generated token.
+
+    vLLM's front end ends such answers itself, so the engine's final report would be lost (see
+    `compat.reports`).
 
     Args:
-        known: where the prompt's blocks are named, so that the report can count them.
+        known: the planner, which registers the prompt's blocks before the report counts them.
     """
 
     def __init__(self, known: Planner) -> None:
         self._known = known
-        self._due: dict[str, tuple[RequestState, int]] = {}  # with the tokens generated before
+        # by request id: the state, and the number of tokens generated before
+        self._due: dict[str, tuple[RequestState, int]] = {}
 
     def add(self, state: RequestState) -> None:
-        """A request's report says from now on how it was admitted."""
+        """Queue the request's report for its next output if a stop string may end its answer."""
         if may_stop_early(state.request):
             self._due[state.id] = state, state.request.num_output_tokens
 
     def send(self, num_scheduled: Mapping[str, int], blocks_of: Callable[[str], list[int]]) -> None:
-        """A step was scheduled: what completes a prompt gives a token."""
+        """Attach reports to the requests whose prompt this step completes, since they output a
+        token now.
+        """
         for state, _ in self._due.values():
             request = state.request
             computed = request.num_computed_tokens + num_scheduled.get(state.id, 0)
@@ -215,12 +249,12 @@ class StopStringReports:
             send_ahead(request, state.report.as_params())
 
     def end_of_step(self) -> None:
-        """The outputs of a step have been made: those that had a token had the report."""
+        """Drop the reports that went out with the outputs of this step."""
         for state, before in list(self._due.values()):
             if state.request.num_output_tokens > before:
                 self.drop(state)
 
     def drop(self, state: RequestState) -> None:
-        """It has been sent, or nobody waits for it."""
+        """Stop sending the report of a request: it has been sent, or no client waits for it."""
         if self._due.pop(state.id, None) is not None:
             stop_sending(state.request)

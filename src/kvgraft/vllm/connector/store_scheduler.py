@@ -1,5 +1,4 @@
-"""Beside the scheduler: what lies in the tiers below vLLM's blocks, what goes there, and what is
-brought back."""
+"""Scheduler's view of the segment store: what to store and what to load back into vLLM's blocks."""
 
 import os
 import time
@@ -16,44 +15,59 @@ from kvgraft.vllm.connector.metadata import CHUNK_BLOCKS, Keep, Load, StoreOrder
 from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.request_state import RequestState
 
-FRESH_S = 1.0  # for which what a step has told of a shared tier is news
+# seconds for which news of a shared store counts as fresh
+FRESH_S = 1.0
 
 
 class StoreScheduler:
-    """The scheduler's view of the workers' stores. It may lag behind them: what is gone is a miss,
-    and then forgotten.
+    """Index of what the workers' stores hold, with the orders to them.
+
+    The index may lag behind the stores. A chunk that is gone is a miss, and is then forgotten.
 
     Args:
-        known: what is in vLLM's blocks; what comes back becomes known there.
-        is_shared: other servers put chunks there; a prompt that arrives after a pause waits a step
-            for what these are.
+        known: the planner, where loaded blocks are registered.
+        num_ranks: number of tensor-parallel ranks, each with its own store.
+        is_shared: True if other servers write to the same store. After a pause, a new prompt waits
+            one step for their chunks.
     """
 
     def __init__(self, known: Planner, num_ranks: int, *, is_shared: bool = False) -> None:
         self.known = known
         self._register = ChunkIndex(known.block_size, CHUNK_BLOCKS, *known.index.cuts)
-        self._first_source = int.from_bytes(os.urandom(7))  # so that sources of two servers differ
+
+        # A random start keeps the source numbers of two servers apart.
+        self._first_source = int.from_bytes(os.urandom(7))
         self._num_ranks = num_ranks
-        self._ready: set[int] = set()  # ranks that have said what their stores hold
-        self._done: defaultdict[bytes, set[int]] = defaultdict(set)  # ranks that have done a thing
+
+        # ranks that have reported what their stores hold
+        self._ready: set[int] = set()
+
+        # by event: ranks that have reported it
+        self._done: defaultdict[bytes, set[int]] = defaultdict(set)
         self._orders = StoreOrders()
-        self._keeping: dict[bytes, list[int]] = {}  # blocks that are held until they have been read
+
+        # by chunk: blocks held until all ranks have read them
+        self._keeping: dict[bytes, list[int]] = {}
         self._loading: dict[int, tuple[Load, list[_Coming], np.ndarray]] = {}
         self._num_loads = 0
         self._is_shared, self._looks, self._stepped_at = is_shared, False, time.monotonic()
 
     def __len__(self) -> int:
-        """Chunks that are stored."""
+        """Number of stored chunks."""
         return len(self._register)
 
     def keep(self, state: RequestState, blocks: Sequence[int], *, ended: bool) -> None:
-        """Have the exact blocks of a request stored, as far as they are named: by chunks, the rest
-        when it ends."""
+        """Store the exact blocks of a request, as far as they are registered.
+
+        Args:
+            ended: True to store also the last blocks, which fill no chunk.
+        """
         size, offer = self.known.block_size, state.offer
         stop = min(offer.num_registered, offer.first_approximate // size)
         stop = stop if ended else stop // CHUNK_BLOCKS * CHUNK_BLOCKS
         if stop <= offer.num_stored:
             return
+
         tokens = np.array(state.request.all_token_ids[: stop * size], np.int64)
         is_exact = offer.depths(stop, size) == 0
         for chunk, where in offer.chunks(
@@ -67,13 +81,22 @@ class StoreScheduler:
     def is_coming(
         self, state: RequestState, num_prefix: int, num_spare: int, *, grafts: bool
     ) -> bool:
-        """Whether a prompt should wait for blocks that are being brought back; asks once, for as
-        many as fit."""
+        """Return True if a prompt should wait for blocks that are being loaded.
+
+        The first call of a request orders the load, for as many blocks as fit.
+
+        Args:
+            num_prefix: tokens that vLLM already has.
+            num_spare: blocks that may be allocated for the load.
+            grafts: True to load blocks to graft from too, not only the exact prefix.
+        """
         if state.load is not None:
             return state.load in self._loading
+
         self._looks |= self._is_shared and time.monotonic() - self._stepped_at > FRESH_S
         if self._looks or len(self._ready) < self._num_ranks:
             return True
+
         wanted, hashes = self._wanted(state, num_prefix, grafts)
         scopes = state.offer.scope, *state.shared
         found = [
@@ -84,33 +107,42 @@ class StoreScheduler:
             for number, held in found
             if held is not None
         ]
+
         state.load = self._num_loads = self._num_loads + 1
+
         if coming:
             places = [(block.record.key, block.place) for block in coming]
             load = Load(state.load, places, self.known.pool.allocate(len(coming)))
             self._loading[load.number] = (load, coming, np.ones(len(coming), bool))
             self._orders.loads.append(load)
+
         return bool(coming)
 
     def take_orders(self) -> StoreOrders:
-        """What the workers are to do in this step."""
+        """Return the orders to the workers for this step."""
         orders, self._orders = self._orders, StoreOrders()
         orders.look, self._stepped_at = self._looks, time.monotonic()
         return orders
 
     def on_report(self, rank: int, report: StoreReport) -> None:
-        """What a worker has done; it counts when all ranks have done it, however often one of them
-        says so."""
+        """Process the report of one rank.
+
+        An event counts when all ranks have reported it; repeated reports of one rank count once.
+        """
         if report.ready:
             self._ready.add(rank)
+
         for record in report.records:
             if self._is_done(b"record" + record.key, rank):
                 self._register.add(record)
+
         if report.looked and self._is_done(b"look", rank):
             self._looks = False
+
         for key in report.read:
             if self._is_done(b"read" + key, rank):
                 self.known.pool.release(self._keeping.pop(key))
+
         for number, arrived in report.loaded:
             load, coming, everywhere = self._loading[number]
             everywhere &= np.array(arrived)
@@ -119,17 +151,17 @@ class StoreScheduler:
                 self._take_in(load, coming, everywhere.tolist())
 
     def forget(self) -> None:
-        """Nothing that is stored now is found any more by this server."""
+        """Forget all stored chunks in this server."""
         self._register = ChunkIndex(self.known.block_size, CHUNK_BLOCKS, *self.known.index.cuts)
 
     @property
     def num_held(self) -> int:
-        """Blocks that this holds for the workers."""
+        """Number of blocks held for reads and loads of the workers."""
         held = [*self._keeping.values(), *(load.blocks for load, *_ in self._loading.values())]
         return len({block for blocks in held for block in blocks})
 
     def _is_done(self, what: bytes, rank: int) -> bool:
-        """Note that a rank has done something; whether all have."""
+        """Record that a rank has done something; return True if all ranks have."""
         self._done[what].add(rank)
         if len(self._done[what]) < self._num_ranks:
             return False
@@ -139,22 +171,28 @@ class StoreScheduler:
     def _wanted(
         self, state: RequestState, num_prefix: int, grafts: bool
     ) -> tuple[list[int], dict[int, bytes]]:
-        """Stored blocks beyond what vLLM's blocks hold: exact ones first, with vLLM's hashes for
-        them; then others."""
+        """Return the stored blocks that a prompt wants, with vLLM's hashes of the exact ones.
+
+        Exact blocks behind vLLM's prefix come first, then blocks to graft from.
+        """
         size, scope, tokens = (
             self.known.block_size,
             state.offer.scope,
             np.array(state.token_ids, np.int64),
         )
         chains = state.offer.chains(tokens[:-1], size)[: len(state.request.block_hashes)]
-        if state.continued is not None:  # what follows is not exact
+
+        # Blocks behind an approximate prefix are not exact.
+        if state.continued is not None:
             chains = []
+
         exact = wanted_exact(
             self._register, chains, range(num_prefix // size, len(chains)), scope, contiguous=True
         )
         hashes = {number: state.request.block_hashes[block] for number, block in exact.items()}
         if not grafts:
             return list(hashes), hashes
+
         free = np.ones(len(tokens), bool)
         free[: max((block + 1) * size for block in exact.values()) if exact else num_prefix] = False
         index, scopes, similar = self.known.index, (scope, *state.shared), state.matches_similar
@@ -165,7 +203,7 @@ class StoreScheduler:
         return list(dict.fromkeys([*hashes, *grafted])), hashes
 
     def _take_in(self, load: Load, coming: Sequence["_Coming"], arrived: Sequence[bool]) -> None:
-        """Name what has come back; forget chunks that could not be read."""
+        """Register loaded blocks, and forget chunks that could not be read."""
         nonce, pool = os.urandom(32), self.known.pool
         here: list[tuple[_Coming, int]] = []
         for place, (block, page, ok) in enumerate(zip(coming, load.blocks, arrived, strict=True)):
@@ -176,6 +214,7 @@ class StoreScheduler:
                 here.append((block, page))
             else:
                 self._register.remove(block.record.key)
+
         if here:
             blocks, pages = zip(*here, strict=True)
             registered = register_restored(self.known.index, blocks, pages)
@@ -183,13 +222,19 @@ class StoreScheduler:
             pool.forget(
                 [page for (block, page), known in found if block.block_hash is None and not known]
             )
+
         pool.release(load.blocks)
 
 
 @dataclass(frozen=True)
 class _Coming:
-    """A block on its way: the one at `place` of a chunk; with vLLM's hash if it is an exact block
-    of the request."""
+    """A stored block that is being loaded.
+
+    Attributes:
+        record: record of its chunk.
+        place: number of the block within the chunk.
+        block_hash: vLLM's hash if it is an exact block of the request, or None.
+    """
 
     record: ChunkRecord
     place: int
@@ -197,21 +242,21 @@ class _Coming:
 
     @property
     def scope(self) -> bytes:
-        """Of whose text it is."""
+        """Scope (model and namespace) of its text."""
         return self.record.chunk.scope
 
     @property
     def source(self) -> int:
-        """Where it stood."""
+        """Number of the token sequence that it was computed in."""
         return self.record.chunk.source
 
     @property
     def source_start(self) -> int:
-        """Position of its first token there."""
+        """Position of its first token in that sequence."""
         return self.record.chunk.source_start + self.place * self.record.chunk.block_size
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [block_size]."""
+        """Its tokens, int32 [block_size]."""
         size = self.record.chunk.block_size
         return self.record.chunk.tokens[self.place * size : (self.place + 1) * size]

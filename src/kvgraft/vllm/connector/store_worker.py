@@ -1,4 +1,4 @@
-"""In each worker: its store of what leaves vLLM's blocks, read and written beside the steps."""
+"""Worker's part of the segment store: reads and writes in the background of vLLM's steps."""
 
 import logging
 import time
@@ -15,16 +15,20 @@ from kvgraft.segments.store import StoredBlock, StoreOptions
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.connector.metadata import CHUNK_BLOCKS, Keep, Load, StoreOrders, StoreReport
 
-NUM_READERS = 4  # prompts that wait for the shared tier together; the disk is read by one at a time
+# loads that may wait for the shared tier at the same time; the disk is read by one at a time
+NUM_READERS = 4
 logger = logging.getLogger("kvgraft")
 Fetched = list[StoredBlock | None]
 
 
 class StoreWorker:
-    """This rank's store.
+    """Store of one rank.
 
     Args:
-        options: where it is; each of several ranks has a part of that of its own.
+        host: the loaded model and its cache.
+        options: location and sizes. With several ranks each one gets its own part.
+        rank: rank of this worker.
+        num_ranks: number of ranks.
     """
 
     def __init__(self, host: ModelHost, options: StoreOptions, rank: int, num_ranks: int) -> None:
@@ -40,18 +44,25 @@ class StoreWorker:
         )
 
     def step(self, orders: StoreOrders) -> None:
-        """Take orders: copy what earlier steps have computed to host memory, and what has been read
-        by now into its blocks. Tell what other servers have put there."""
+        """Carry out the scheduler's orders.
+
+        Copies computed blocks to host memory, starts loads, and writes finished loads into their
+        blocks. Reports chunks that other servers have stored.
+        """
         if appeared := self._store.take_appeared():
             self._reported.records += appeared
+
         if orders.look:
             self._reported.looked = True
+
         for keep in orders.keeps:
             self._keep(keep)
+
         for load in orders.loads:
             self._loads.append(
                 (load, self._reader.submit(self._store.fetch_from, load.places, time.monotonic()))
             )
+
         for load, future in [pair for pair in self._loads if pair[1].done()]:
             if (error := future.exception()) is not None:
                 logger.warning("segment store: a load failed, and is a miss: %r", error)
@@ -60,7 +71,7 @@ class StoreWorker:
             self._loads.remove((load, future))
 
     def take_report(self) -> StoreReport | None:
-        """What has been done since the last time, if anything."""
+        """Return what has happened since the last call, or None if nothing has."""
         counts = Counter(self._store.counts)
         if counts != self._told:
             self._reported.counts, self._told = counts - self._told, counts
@@ -68,27 +79,32 @@ class StoreWorker:
         return report
 
     def close(self) -> None:
-        """Write everything, and let directory and shared place go."""
+        """Write everything, and close the directory and the shared place."""
         self._reader.shutdown()
         self._store.close()
 
     @property
     def _reported(self) -> StoreReport:
+        """The next report, created when first needed."""
         if self._report is None:
             self._report = StoreReport()
         return self._report
 
     def _keep(self, keep: Keep) -> None:
+        """Store one chunk, and report it as read and recorded."""
         self._store.put(keep.chunk, self._read(keep.blocks.tolist()))
         self._reported.read.append(keep.chunk.key)
         if (record := self._store.record(keep.chunk.key)) is not None:
             self._reported.records.append(record)
 
     def _read(self, blocks: Sequence[int]) -> dict[str, Tensor]:
-        """What these blocks hold on this rank, in host memory: [streams, n, d] by name."""
+        """Return the content of blocks on this rank, by name: tensors [streams, n, d] in host
+        memory.
+        """
         host = self._host
         slots = slots_of(blocks, host.block_size).to(host.device)
         layers = [host.read_codes(index, slots) for index in range(host.num_layers)]
+
         keys, values = (
             torch.cat([pair[at].transpose(0, 1) for pair in layers]).cpu() for at in (0, 1)
         )
@@ -99,7 +115,7 @@ class StoreWorker:
         return {"keys": keys, "values": values, **residuals}
 
     def _take_in(self, load: Load, fetched: Fetched) -> list[bool]:
-        """Copy what was read into the blocks of the load; which of them have it."""
+        """Write loaded blocks into the cache; return for each block if it arrived."""
         arrived = [block is not None and self._fits(block) for block in fetched]
         host, loaded = (
             self._host,
@@ -107,25 +123,30 @@ class StoreWorker:
         )
         if not loaded:
             return arrived
+
         pages = [page for page, ok in zip(load.blocks, arrived, strict=True) if ok]
         slots = slots_of(pages, host.block_size).to(host.device)
         payload = {
             name: torch.cat([block.payload[name] for block in loaded], dim=1)
             for name in loaded[0].payload
         }
+
         shape = (host.num_layers, host.num_kv_heads, slots.numel(), host.head_dim)
         keys, values = (
             payload[name].view(shape).transpose(1, 2).to(host.device) for name in ("keys", "values")
         )
+
         for index in range(host.num_layers):
             host.write_codes(index, keys[index], values[index], slots)
+
         host.clear_drafts(torch.tensor(pages))
         for layer, states in host.residuals.states.items():
             states[slots] = payload[_residual(layer)][0].to(states)
+
         return arrived
 
     def _fits(self, block: StoredBlock) -> bool:
-        """Whether a block has all that is kept of a token here."""
+        """Return True if a block holds everything that this rank keeps of a token."""
         host, size = self._host, self._host.block_size
         kv = (host.num_layers * host.num_kv_heads, size, host.head_dim), host.code_dtype
         wanted = {"keys": kv, "values": kv} | {

@@ -1,4 +1,4 @@
-"""What runs in each worker: recoveries, after the forward pass of every step."""
+"""Worker side of the connector: recoveries after the forward pass of every step."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvgraft.vllm.warm_up import warm_up
 
 
 class WorkerSide:
-    """Recovers prompts into this rank's share of the cache."""
+    """Recover prompts into this rank's share of the KV cache."""
 
     def __init__(self, config: VllmConfig) -> None:
         self._config = config
@@ -31,45 +31,59 @@ class WorkerSide:
         self._store: StoreWorker | None = None
         self._ended: dict[str, RecoveryResult] = {}
         self._reported: dict[str, RecoveryResult] = {}
-        self._told = (0, 0)  # of documents: bytes, how many
-        self._costs: Costs | None = None  # not measured yet
+        # last report of documents: bytes and number
+        self._told = (0, 0)
+        # measured costs until they are reported
+        self._costs: Costs | None = None
 
     def attach(self, runner: Any) -> None:
-        """Give it the model; called by our worker class once the KV cache exists."""
+        """Build everything that needs the loaded model.
+
+        Our worker class calls this once the cache exists.
+
+        Args:
+            runner: vLLM's model runner.
+        """
         self._runner = runner
         limit = max(
             self._config.model_config.max_model_len,
             self._config.scheduler_config.max_num_batched_tokens,
         )
+
         settings = KVGraftSettings.of(self._config)
         capacity = int(settings.document_gib * 2**30)
         num_layers = self._config.model_config.get_num_layers(self._config.parallel_config)
         host = self._host = ModelHost(runner, settings.kept_residual_layers(num_layers))
+
         library = Library(DocumentStore(capacity), last_layers(host.num_layers))
         head_map, rank = find_head_map(self._config), self._config.parallel_config.rank
         own_map = None if head_map is None else map_of_rank(head_map, self._config, rank)
         self._queue = RecoveryQueue(host, limit, library, own_map)
+
         longest = self._config.model_config.max_model_len
+
         with host.fused_operators():
-            if host.device.type == "cuda":  # where kernels are compiled when they are first called
+            # CUDA kernels are compiled at their first call.
+            if host.device.type == "cuda":
                 warm_up(host, settings.default.policy, longest)
             if settings.given_costs is None:
                 self._costs = measure_costs(host, longest)
+
         if settings.store is not None:
             parallel = self._config.parallel_config
             self._store = StoreWorker(host, settings.store, parallel.rank, parallel.world_size)
 
     def learn_prompts(self, metadata: Metadata) -> None:
-        """Before the model runner resumes requests: some that were preempted have their whole
-        prompts again."""
+        """Give the model runner the whole prompts of preempted requests before it resumes them."""
         for request_id, token_ids in metadata.prompts.items():
             set_known_prompt(self._runner, request_id, token_ids)
 
     def step(self, metadata: Metadata) -> None:
-        """Take what is new and recover as far as the step allows.
+        """Take the step's orders, and recover as far as the step's budget allows.
 
-        Runs after the step's forward pass, since every load of this connector is asynchronous to
-        vLLM: prefix blocks and sources that the same step computes are there by now."""
+        Runs after the step's forward pass, because every load of this connector is asynchronous to
+        vLLM. So prefix blocks and sources that the same step computes are complete.
+        """
         if self._queue is None:
             raise RuntimeError("the worker class never attached its model runner")
         if metadata.forget:
@@ -81,8 +95,7 @@ class WorkerSide:
             self._store.step(metadata.store)
 
     def take_results(self) -> KVConnectorTransferResults:
-        """Requests whose blocks are complete; the failed ones among them are computed again by
-        vLLM."""
+        """Return the requests whose recovery has ended. vLLM computes the failed ones again."""
         self._reported, self._ended = self._ended, {}
         failed = {name for name, outcome in self._reported.items() if outcome.failure}
         return KVConnectorTransferResults(
@@ -90,7 +103,9 @@ class WorkerSide:
         )
 
     def take_worker_metadata(self) -> WorkerMetadata | None:
-        """How those of the last `take_results` went."""
+        """Return outcomes of the requests of the last `take_results`, and all other news for the
+        scheduler.
+        """
         outcomes, self._reported = self._reported, {}
         store = self._store.take_report() if self._store is not None else None
         documents = self._take_documents()
@@ -101,7 +116,7 @@ class WorkerSide:
         return WorkerMetadata(*found) if any(found) else None
 
     def _take_documents(self) -> tuple[int, int] | None:
-        """Bytes and number of the documents that are held, if that has changed."""
+        """Return bytes and number of the documents in host memory, or None if unchanged."""
         held = (
             (0, 0)
             if self._queue is None
