@@ -1,4 +1,4 @@
-"""The rows that a layer of vLLM computes, in chunks, and what leaves it."""
+"""Chunks of rows that a layer of vLLM computes, and the output of such a layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,21 +12,23 @@ from torch import Tensor
 from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.prefill.context import Hidden
 
-Run = tuple[int, int, int]  # prompt, first position, stop position
+# (prompt, first position, stop position)
+Run = tuple[int, int, int]
 
 
 @dataclass
 class PrefillChunk:
-    """Rows [start, stop) of what a layer computes, in the order in which it computes them.
+    """Rows [start, stop) of a layer's input, in the order in which the layer computes them.
 
     Attributes:
-        positions: int64 [n]. slots: int64 [groups, n].
+        positions: int64 [n].
+        slots: int64 [groups, n].
         known_positions: the positions, on the CPU.
-        runs: of consecutive tokens, in the order of the rows.
-        num_long: of these runs, which stand first, those that vLLM's backend takes in any case.
-        order: int64 [n], beside the positions: which of the rows [start, stop) each one is; None if
-            they are in order.
-        layouts: by metadata builder the rows that our kernel takes; made when first needed.
+        runs: runs of consecutive tokens, in the order of the rows.
+        num_long: number of leading runs that vLLM's backend always computes.
+        order: int64 [n] on the device of the positions: index of each row in [start, stop). None if
+            the rows are in order.
+        layouts: by metadata builder the rows that our kernel computes; made when first needed.
         metadata: by metadata builder; made when first needed and after every pause.
     """
 
@@ -41,8 +43,9 @@ class PrefillChunk:
     metadata: list[Any] | None = None
 
     def scattered(self) -> tuple[list[int], list[Tensor]]:
-        """The prompts that have rows behind the long runs, and the positions of these on the
-        CPU."""
+        """Return the prompts that have rows behind the long runs, and these rows' positions on
+        the CPU.
+        """
         runs = self.runs[self.num_long :]
         sizes = np.array([stop - first for _, first, stop in runs])
         prompts, counts = np.unique(
@@ -53,12 +56,12 @@ class PrefillChunk:
         )
 
     def taken_from(self, rows: Tensor) -> Tensor:
-        """Those of the chunk, of rows [m, ...] in their order."""
+        """Return the chunk's rows out of rows [m, ...] in token order."""
         own = rows[self.rows]
         return own if self.order is None else own[self.order]
 
     def put_into(self, rows: Tensor, computed: Tensor) -> None:
-        """The reverse, for rows [m, ...] and what was computed [n, ...]."""
+        """Write the chunk's computed rows [n, ...] into rows [m, ...] in token order."""
         own = rows[self.rows]
         if self.order is None:
             own.copy_(computed)
@@ -67,8 +70,10 @@ class PrefillChunk:
 
 
 class LayerOutput(Hidden):
-    """What has left a layer: hidden states and residuals [m, D] of the chunks of rows, as they were
-    computed. They are copied to one tensor [n, 2, D] only if somebody asks for their `states`."""
+    """Output of a layer: hidden states and residuals [m, D], by chunk, in the order of computation.
+
+    They are copied to one tensor [n, 2, D] only when `states` is read.
+    """
 
     def __init__(
         self, parts: Sequence[tuple[Tensor, Tensor]], where: Tensor, chunks: Sequence[PrefillChunk]
@@ -80,7 +85,7 @@ class LayerOutput(Hidden):
 
     @property
     def states(self) -> Tensor:
-        """As in the protocol."""
+        """Hidden states and residuals in token order, [n, 2, D], as in the protocol."""
         first = self.parts[0][0]
         states = first.new_empty(sum(len(hidden) for hidden, _ in self.parts), 2, first.shape[1])
         for part, chunk in zip(self.parts, self.chunks, strict=True):
@@ -96,14 +101,19 @@ class LayerOutput(Hidden):
 
 
 def halves(hidden: Hidden, number: int, chunk: PrefillChunk) -> Sequence[Tensor]:
-    """Hidden states and residuals [n, D] of the rows of a chunk, the number of which is given."""
+    """Return hidden states and residuals [n, D] of a chunk's rows.
+
+    Args:
+        number: number of the chunk.
+    """
     if isinstance(hidden, LayerOutput):
-        return hidden.parts[number]  # rows are always cut alike
+        # Every layer cuts its rows into the same chunks.
+        return hidden.parts[number]
     return chunk.taken_from(hidden.states).unbind(1)
 
 
 def runs_of(prompts: np.ndarray, positions: np.ndarray) -> list[Run]:
-    """The maximal runs of consecutive positions of one prompt."""
+    """Return the maximal runs of consecutive positions within one prompt."""
     cuts = np.flatnonzero((np.diff(positions) != 1) | (np.diff(prompts) != 0)) + 1
     edges = [0, *cuts.tolist(), len(positions)]
     return [
@@ -114,7 +124,7 @@ def runs_of(prompts: np.ndarray, positions: np.ndarray) -> list[Run]:
 
 
 def cut(runs: Sequence[Run], max_rows: int, max_runs: int | None) -> list[list[Run]]:
-    """Runs in chunks of at most so many rows, and so many runs."""
+    """Cut runs into chunks of at most `max_rows` rows and `max_runs` runs."""
     chunks: list[list[Run]] = [[]]
     room = max_rows
     for prompt, first, stop in runs:
@@ -129,10 +139,10 @@ def cut(runs: Sequence[Run], max_rows: int, max_runs: int | None) -> list[list[R
 
 
 def long_first(runs: Sequence[Run], least: int, most: int | None) -> tuple[list[Run], int, Tensor]:
-    """Runs of at least so many rows before all others, and at most so many of them, the longest.
+    """Put runs of at least `least` rows first: the longest ones, at most `most` of them.
 
     Returns:
-        The runs, how many of them are long, and the rows in this order, int64 [n].
+        The runs, the number of long ones, and the rows in this order, int64 [n].
     """
     sizes = np.array([stop - first for _, first, stop in runs], dtype=np.int64)
     longest = np.argsort(-sizes, kind="stable")[:most]

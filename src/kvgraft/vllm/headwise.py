@@ -1,5 +1,4 @@
-"""Recoveries that work head by head: vLLM's layers in three steps, with our attention in the place
-of its own."""
+"""Recoveries head by head: vLLM's layers in three steps, with our attention kernel in between."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,13 +18,19 @@ from kvgraft.vllm.layers import entering
 from kvgraft.vllm.prefill import PROJECT, VllmPrefill
 from kvgraft.vllm.row_chunks import RowChunks
 
-ATTEND, FEED = 4, 2  # these steps of a layer do a quarter and half of its work
+# Attention is about a quarter of a layer's work, the feed-forward part half.
+ATTEND, FEED = 4, 2
 
 
 @dataclass
 class Projected:
-    """Queries [n, Hq, d], keys and values [n, Hkv, d] of some tokens at a layer, as computed; their
-    slots int64 [groups, n]."""
+    """Projections of some tokens at one layer, as computed.
+
+    Attributes:
+        query: [n, Hq, d].
+        keys, values: [n, Hkv, d].
+        slots: int64 [groups, n].
+    """
 
     index: int
     hidden: Hidden
@@ -38,14 +43,14 @@ class Projected:
 class HeadwisePrefill(VllmPrefill):
     """One recovery of one prompt, head by head (RedKnot 4.2).
 
-    No stock kernel lets some heads see sinks and window only, so their attention is ours. The other
-    heads attend through vLLM's kernel where that takes some heads of a cache. Beside what
-    `VllmPrefill` holds a token takes 6 Hkv d numbers: keys and values as computed, with what is
-    reused of them, and as copied for our attention.
+    No stock kernel can limit some heads to sinks and a window, so our kernel computes these heads.
+    The other heads attend through vLLM's kernel where it accepts a subset of a cache's heads. In
+    addition to `VllmPrefill`, a recovery holds 6 Hkv d numbers per token: keys and values as
+    computed, with reused ones, and as copied for our kernel.
 
     Args:
-        head_map: of the KV heads of this rank.
-        given: as `VllmPrefill` takes them.
+        head_map: classes of this rank's KV heads.
+        given: arguments of `VllmPrefill`.
     """
 
     head_map: HeadMap
@@ -68,7 +73,8 @@ class HeadwisePrefill(VllmPrefill):
         if found is None or found.index != index or found.hidden is not hidden:
             found = self._projected = self._project(index, hidden)
         with self._timed(self._stage(hidden)):
-            self._now = None  # makes room
+            # Free the KV of the previous layer before new KV is computed.
+            self._now = None
             keys, values = self._with_grafts(found, reused, kept)
             for chunk in self._rows.of(hidden.where):
                 rows = chunk.rows
@@ -80,17 +86,23 @@ class HeadwisePrefill(VllmPrefill):
         computed_at, where, query = self._last_query()
         if computed_at != index or not where.equal(hidden.where):
             raise ValueError(f"layer {index} has no projection of these tokens")
-        if self.leaves_out:  # of local heads, so they see their windows whatever the policy says
+
+        # Tables leave out blocks of local heads only, so these see their windows under every
+        # policy.
+        if self.leaves_out:
             local = tuple(map(or_, local, self.head_map.heads(index, HeadClass.LOCAL)))
+
         stage, states, count = self._stage(hidden), torch.empty_like(hidden.states), len(local)
         self._projected, heads = None, LayerHeads(tuple(range(count)), (0,) * count, local)
         copied = [head for head in range(count) if local[head] or not self._host.attends_by_head]
+
         with self._timed(stage):
             pools = (
                 [rows.transpose(0, 1)[copied].contiguous() for rows in self._kv_now(index)]
                 if copied
                 else []
             )
+
         for chunk, layout in zip(self._rows.of(hidden.where), self._rows.layouts, strict=True):
             if self._budget.spend(self._budget.layer(chunk.known_positions) / ATTEND):
                 self._rows.forget_metadata()
@@ -102,6 +114,7 @@ class HeadwisePrefill(VllmPrefill):
                 )
             if len(self._rows.layouts) > 1:
                 layout.give_room_back()
+
         self.computed += self._rows.counts
         return hidden.with_states(states)
 
@@ -110,6 +123,7 @@ class HeadwisePrefill(VllmPrefill):
         known, rows = self.plan.positions[where], where[hidden.where].nonzero()[:, 0]
         positions = known.to(before.device)
         after = torch.empty_like(before) if len(rows) == len(before) else before.clone()
+
         for first in range(0, len(rows), self._host.max_rows):
             part = slice(first, first + self._host.max_rows)
             taken = part if len(rows) == len(before) else rows[part].to(before.device)
@@ -119,9 +133,11 @@ class HeadwisePrefill(VllmPrefill):
                 after[taken, 0], after[taken, 1] = self._host.feed_forward(
                     index, positions[part], *halves
                 )
+
         after_layer = hidden.with_states(after)
         if index == self.num_layers - 1:
             self._enter(self.num_layers, after_layer)
+
         return after_layer
 
     def keys(self, index: int, where: Tensor) -> Tensor:
@@ -130,20 +146,22 @@ class HeadwisePrefill(VllmPrefill):
         return self._now[1][where.to(self._host.device)]
 
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
-        if slots.shape[1] == self.plan.num_tokens:  # of the one prompt
+        # These are the slots of the whole prompt.
+        if slots.shape[1] == self.plan.num_tokens:
             return self._kv_now(index)[0]
         return super()._keys_at(index, slots)
 
     def sum_counts(self) -> None:
-        """Make counts of this rank's heads those of all; heads that several ranks have count on
-        each."""
+        """Sum the counts of all ranks. KV heads that several ranks have are counted on each."""
         for counts in self.counts:
-            names = sorted(counts)  # the same on every rank
+            # A sorted order is the same on every rank.
+            names = sorted(counts)
             summed = self.over_heads(torch.tensor([float(counts[name]) for name in names]))
             for name, total in zip(names, summed.tolist(), strict=True):
                 counts[name] = int(total)
 
     def _project(self, index: int, hidden: Hidden) -> Projected:
+        """Return the projections of some tokens at a layer, chunk by chunk."""
         self._enter(index, hidden)
         parts = []
         for chunk in self._rows.of(hidden.where):
@@ -155,8 +173,11 @@ class HeadwisePrefill(VllmPrefill):
         return Projected(index, hidden, query, keys, values, self._slots_of(hidden.where))
 
     def _with_grafts(self, found: Projected, reused: Heads, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, Hkv, d] as they are to be stored: of reused heads what the cache has
-        of kept tokens."""
+        """Return keys and values [n, Hkv, d] to store: computed ones, or cached ones of reused
+        heads.
+
+        Reused heads take the cached KV of the tokens in `kept`.
+        """
         rows = (
             (self.grafted_everywhere & kept)[found.hidden.where]
             .nonzero()[:, 0]
@@ -164,6 +185,7 @@ class HeadwisePrefill(VllmPrefill):
         )
         if not any(reused) or not rows.numel():
             return found.keys, found.values
+
         where = rows[:, None], torch.tensor(reused, device=rows.device).nonzero()[:, 0]
         grafts = self._host.read_layer_again(found.index, found.slots[:, rows])
         keys, values = (
@@ -175,13 +197,20 @@ class HeadwisePrefill(VllmPrefill):
     def _whole(
         self, found: Projected, keys: Tensor, values: Tensor
     ) -> tuple[int, Tensor, Tensor] | None:
-        """The layer, keys and values [T, Hkv, d] of the prompt, of which these [n, Hkv, d] were
-        just stored; None if the cache has them as other numbers."""
+        """Return the layer and the keys and values [T, Hkv, d] of the whole prompt.
+
+        Args:
+            keys, values: [n, Hkv, d], those that were just stored.
+
+        Returns:
+            None if the cache rounds its numbers, so that they must be read from it.
+        """
         where = found.hidden.where
         if self._host.rounds:
             return None
         if bool(where.all()):
             return found.index, keys, values
+
         others = self._kv_at(found.index, self._slots_of(~where))
         here, there = (mask.nonzero()[:, 0].to(keys.device) for mask in (where, ~where))
         whole_keys, whole_values = (
@@ -193,7 +222,7 @@ class HeadwisePrefill(VllmPrefill):
         return found.index, whole_keys, whole_values
 
     def _kv_now(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [T, Hkv, d] of the prompt."""
+        """Return the prompt's keys and values [T, Hkv, d] at a layer."""
         if self._now is not None and self._now[0] == index:
             return self._now[1:]
         [slots] = self._slots
@@ -208,26 +237,38 @@ class HeadwisePrefill(VllmPrefill):
         heads: LayerHeads,
         pools: Sequence[Tensor],
     ) -> Tensor:
-        """Attention [n, Hq, d] of a chunk's queries; `pools` are keys and values [h, T, d] of the
-        heads that attend through our kernel: all, or those that see a window."""
+        """Return the attention [n, Hq, d] of a chunk's queries.
+
+        Args:
+            pools: keys and values [h, T, d] of the heads that our kernel computes: all heads, or
+                those with windows.
+        """
         if not self._host.attends_by_head:
             return segpaged_attention(query, pools[0], pools[1], heads, layout, self._scale)
-        queries = query.unflatten(1, (len(heads.local), -1))  # [n, Hkv, G, d]
+
+        # [n, Hkv, G, d]
+        queries = query.unflatten(1, (len(heads.local), -1))
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for head_set in heads.whole:
             metadata, part = self._metadata_of(index, chunk, len(head_set.heads)), head_set.streams
             found = self._host.attend_heads(index, part, queries[:, part].flatten(1, 2), metadata)
             output[:, part] = found.unflatten(1, (len(head_set.heads), -1))
+
         if heads.windowed:
             count = len(heads.windowed)
             every = LayerHeads(tuple(range(count)), (0,) * count, (True,) * count)
             asking = queries[:, heads.windowed].flatten(1, 2)
             found = segpaged_attention(asking, pools[0], pools[1], every, layout, self._scale)
             output[:, heads.windowed] = found.unflatten(1, (count, -1))
+
         return output.flatten(1, 2)
 
     def _metadata_of(self, index: int, chunk: PrefillChunk, num_heads: int) -> Any:
-        group = self._host.group_of[index]  # of its one attention layer
+        """Return vLLM's attention metadata of a chunk for `num_heads` KV heads, built once per
+        chunk.
+        """
+        # The layer has one attention layer, so its index is the same.
+        group = self._host.group_of[index]
         key = group, chunk.rows.start, num_heads
         if key not in self._rows.head_metadata:
             common = self._host.common_metadata(chunk.runs, self._tables[group], chunk.slots[group])
@@ -236,15 +277,15 @@ class HeadwisePrefill(VllmPrefill):
 
 
 class HeadwiseRows(RowChunks):
-    """`RowChunks` whose heads attend apart from each other.
+    """`RowChunks` whose KV heads attend separately.
 
     Args:
-        head_map: of the KV heads of this rank.
-        given: as `RowChunks` takes them.
+        head_map: classes of this rank's KV heads.
+        given: arguments of `RowChunks`.
 
     Attributes:
-        layouts: by chunk, what windowed heads attend to.
-        head_metadata: by group, first row of a chunk and number of KV heads.
+        layouts: by chunk, the rows that windowed heads attend to.
+        head_metadata: by (group, first row of a chunk, number of KV heads).
     """
 
     def __init__(self, head_map: HeadMap, *given: Any) -> None:
@@ -258,9 +299,9 @@ class HeadwiseRows(RowChunks):
         self.head_metadata.clear()
 
     def cut(self, where: Tensor, *, splits: bool = False) -> list[PrefillChunk]:
-        """As in `RowChunks`, for one prompt, and never split."""
+        """Return new chunks of one prompt as `RowChunks` does, never split by run length."""
         chunks = super().cut(where)
-        # in what `attend` copies
+        # rows of the tokens in the pools that `attend` copies
         places = torch.arange(self._plan.num_tokens, device=self._host.device)[None]
         positions = [[chunk.known_positions] for chunk in chunks]
         self.layouts = [AttentionLayout.of(own, [places], *self._sees) for own in positions]

@@ -1,4 +1,4 @@
-"""vLLM's layers and blocks, for what is computed over parts of documents."""
+"""vLLM's layers and blocks, for computing parts of documents."""
 
 from collections.abc import Sequence
 
@@ -14,24 +14,31 @@ from kvgraft.vllm.recovery_budget import RecoveryBudget
 
 
 def embed(host: ModelHost, token_ids: Tensor) -> Tensor:
-    """int64 [n] -> what enters the first layer: vLLM's hidden state and residual, [n, 2, D]."""
+    """Return what enters the first layer for token ids int64 [n]: hidden state and residual, [n,
+    2, D].
+    """
     states = host.embed(*upload(host.device, token_ids))
     return torch.stack((states, torch.zeros_like(states)), dim=1)
 
 
 def entering(index: int, halves: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Hidden state and residual [n, D] for a layer of vLLM: copies, since its fused norms write to
-    what they are given; the first layer has no residual yet."""
+    """Return hidden state and residual [n, D] for a layer of vLLM.
+
+    They are copies, because vLLM's fused norms write to their input. The first layer has no
+    residual.
+    """
     hidden, *residual = torch.stack(tuple(halves) if index else tuple(halves[:1]))
     return hidden, residual[0] if residual else None
 
 
 class VllmLayers(LayerHost):
-    """The loaded model, and the blocks of one request. Hidden states are [n, 2, D], as `embed`
-    gives them.
+    """The loaded model and the blocks of one request.
+
+    Hidden states are [n, 2, D], as `embed` gives them.
 
     Args:
-        slots: int64 [n], of the request's blocks.
+        host: the loaded model and its cache.
+        slots: int64 [n], slots of the request's blocks.
         budget: as in `VllmPrefill`.
     """
 
@@ -56,7 +63,10 @@ class VllmLayers(LayerHost):
     def run(
         self, index: int, states: Tensor, positions: Tensor, rows: Tensor, attend: Attend
     ) -> Tensor:
-        """As in the protocol; the rest of the layer takes all rows, since it is vLLM's own."""
+        """Run one layer as in the protocol.
+
+        vLLM's layer computes all rows outside of attention; only those set in `rows` are returned.
+        """
         self._budget.spend(self._budget.rows(positions.numel()))
 
         def attend_all(query: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
@@ -83,9 +93,11 @@ class VllmLayers(LayerHost):
             self._host.write(index, keys, values, self._slots[places])
 
     def close_up(self, num_kept: int, num_dropped: int) -> None:
-        """Turn the kept keys as if every token stood `num_dropped` positions earlier. vLLM goes on
-        with the position behind the last kept token: then all distances are those of the whole
-        prompt."""
+        """Rotate the kept keys as if every token stood `num_dropped` positions earlier.
+
+        vLLM continues at the position behind the last kept token. With this rotation all distances
+        equal those in the whole prompt.
+        """
         places = torch.arange(num_kept, device=self.device)
         turn = self._host.rotate_keys(torch.tensor([-num_dropped], device=self.device))
         for index in range(self.num_layers):

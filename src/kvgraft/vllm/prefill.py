@@ -27,25 +27,28 @@ from kvgraft.vllm.layers import embed, entering
 from kvgraft.vllm.recovery_budget import RecoveryBudget
 from kvgraft.vllm.row_chunks import RowChunks
 
-Turning = Callable[[int, Tensor], Tensor]  # layer and keys -> keys elsewhere
-COPIED_TOKENS = 4096  # at a time, so that copying needs little memory
-PROJECT = 4  # queries, keys and values are a quarter of a layer's work
+# (layer, keys) -> rotated keys
+Turning = Callable[[int, Tensor], Tensor]
+# tokens to copy at a time, to limit memory
+COPIED_TOKENS = 4096
+# Projecting queries, keys and values is about a quarter of a layer's work.
+PROJECT = 4
 
 
 class VllmPrefill(PagedPrefill):
     """One recovery inside vLLM. Hidden states are [n, 2, D]: vLLM's hidden state and residual.
 
-    Rows go through a layer in chunks of at most `host.max_rows`, the number for which vLLM has
-    measured its own memory; beside that a recovery of T tokens holds at most 4 D + 2 Hq d numbers a
-    token.
+    Rows go through a layer in chunks of at most `host.max_rows`, for which vLLM has profiled its
+    own memory. In addition, a recovery of T tokens holds at most 4 D + 2 Hq d numbers per token.
 
     Args:
+        host: the loaded model and its cache.
+        plan: plan of the prompts.
         token_ids: int64 [T], the prompts of `plan` end to end.
         tables: per prompt its physical blocks by group, int [b] each.
-        source_pages: int64 [n, groups]: pages that are grafted from, and their counterparts in the
-            other groups; `NULL_PAGE` where local heads have lost theirs.
-        budget: how much may be done before other work of vLLM must come between; without limit by
-            default.
+        source_pages: int64 [n, groups]: pages to graft from, with their counterparts in the other
+            groups; `NULL_PAGE` where local heads have lost theirs.
+        budget: work that may be done before other work of vLLM must run; unlimited by default.
     """
 
     def __init__(
@@ -57,32 +60,44 @@ class VllmPrefill(PagedPrefill):
         source_pages: np.ndarray,
         budget: RecoveryBudget | None = None,
     ) -> None:
+
         offsets = np.arange(plan.block_size)
-        self._tables = list(zip(*tables, strict=True))  # by group, by prompt
+
+        # by group, then by prompt
+        self._tables = list(zip(*tables, strict=True))
         by_prompt = [
             (np.stack(own)[..., None] * plan.block_size + offsets).reshape(len(own), -1)
             for own in tables
         ]
         known = [torch.from_numpy(slots) for slots in by_prompt]
         super().__init__(plan, upload(host.device, *known), host.scale)
+
         own = (slots[:, :length] for slots, length in zip(known, plan.lengths, strict=True))
-        self._known_slots = torch.cat(list(own), dim=1)  # int64 [groups, T], on the CPU
+
+        # slots of all tokens, int64 [groups, T] on the CPU
+        self._known_slots = torch.cat(list(own), dim=1)
         self._source_pages = torch.from_numpy(np.unique(source_pages, axis=0))
         self.num_layers = host.num_layers
         self.num_kv_heads = host.num_kv_heads
         self.head_paging = host.head_paging
         self.residual_layers = host.residuals.residual_layers
+
         longest = max(plan.lengths)
         windows = enumerate(host.windows)
         self.local_layers = frozenset(
             index for index, window in windows if window is not None and window < longest
         )
+
         self._host = host
         self.token_ids = token_ids
         self._budget = budget or RecoveryBudget(host.num_layers)
         self._rows = RowChunks(host, plan, self._tables, self._known_slots, self._slots)
-        self._entered: dict[int, Hidden] = {}  # layers that the drafter wants to know of
-        self._grafted: set[int] = set()  # layers
+
+        # what enters each layer that the drafter reads
+        self._entered: dict[int, Hidden] = {}
+
+        # layers whose grafts are copied
+        self._grafted: set[int] = set()
 
     def embed(self, where: Tensor) -> Hidden:
         return Hidden(embed(self._host, self.token_ids[where]), where)
@@ -98,9 +113,12 @@ class VllmPrefill(PagedPrefill):
         self._grafted.update(layers)
 
     def _align(self, attentions: Sequence[int]) -> None:
-        """Copy grafted keys and values of these attention layers, and turn the keys."""
+        """Copy grafted keys and values of these attention layers, and rotate the keys to their
+        positions.
+        """
         if not self.plan.graft_targets.numel():
             return
+
         source, targets, shifts = self._graft_slots
         size = Alignment.most_tokens(self._host)
         for group, target in enumerate(targets):
@@ -114,18 +132,24 @@ class VllmPrefill(PagedPrefill):
                         alignment(part)
 
     def draft(self, hidden: Hidden) -> None:
-        """Let the draft model know the prompts, if there is one: its keys and values of grafted
-        tokens are aligned, those of what has left the last layer are computed. vLLM computes the
-        last token of a prompt."""
+        """Fill the cache of the draft model, if there is one.
+
+        Its keys and values of grafted tokens are aligned. Those of tokens that left the last layer
+        are computed. vLLM computes the last token of each prompt.
+        """
         drafter = self._host.drafter
         if drafter is None:
             return
+
         self._align(self._host.draft_attentions)
+
         where = hidden.where.clone()
         where[[prompt.stop - 1 for prompt in self.plan.prompts]] = False
         entered = [self._entered[index] for index in drafter.entering]
+
         for before in entered:
             where &= before.where
+
         taken = entered or [hidden] * drafter.takes_hidden
         tokens, states = (
             drafter.inputs_of(self.token_ids, where),
@@ -148,7 +172,7 @@ class VllmPrefill(PagedPrefill):
             )
 
     def _enter(self, index: int, hidden: Hidden) -> None:
-        """Keep what enters a layer for the drafter; a policy may compute a layer in parts."""
+        """Keep what enters a layer for the drafter. A policy may compute a layer in parts."""
         if self._host.drafter is None or index not in self._host.drafter.entering:
             return
         known = self._entered.get(index)
@@ -157,7 +181,7 @@ class VllmPrefill(PagedPrefill):
         self._entered[index] = hidden
 
     def _counterparts(self, group: int, slots: Tensor) -> Tensor:
-        """Slots int64 [n] of sources in the main group -> in another one."""
+        """Return the slots int64 [n] of another group for source slots of the main group."""
         if group == 0:
             return slots
         pages = self._source_pages.to(slots.device)
@@ -165,7 +189,7 @@ class VllmPrefill(PagedPrefill):
         return pages[found, group] * self.block_size + slots % self.block_size
 
     def _with_source(self, group: int, source: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        """Those of some grafted tokens [n] that a group still has at their source."""
+        """Return the grafted tokens [n] that a group still has at their source."""
         if not bool((self._source_pages[:, group] == NULL_PAGE).any()):
             return source, *others
         has = source // self.block_size != NULL_PAGE
@@ -173,7 +197,7 @@ class VllmPrefill(PagedPrefill):
 
     @cached_property
     def grafted_everywhere(self) -> Tensor:
-        """bool [T]: grafted tokens whose KV every group had at their source."""
+        """Grafted tokens whose KV every group had at their source, bool [T]."""
         found, lost = self.plan.grafted.clone(), (self._source_pages == NULL_PAGE).any(1)
         if bool(lost.any()):
             pages, sources = (
@@ -187,7 +211,8 @@ class VllmPrefill(PagedPrefill):
         return Hidden(self._host.residuals.read(index, self._slots_of(where)[0]), where)
 
     def logits(self, hidden: Hidden) -> Tensor:
-        states = hidden.states  # `run` may have gone on to the final norm
+        # After `run` in one forward pass, the states have passed the final norm already.
+        states = hidden.states
         return self._host.logits(states if states.ndim == 2 else self._host.normed(states))
 
     def layer(self, index: int, hidden: Hidden, spreading: Spreading | None = None) -> Hidden:
@@ -195,12 +220,16 @@ class VllmPrefill(PagedPrefill):
         if spreading is not None:
             self._graft_for_spreading(index)
             before_attention = partial(self._spread, index, spreading)
+
         self._enter(index, hidden)
         stage, chunks = self._stage(hidden), self._rows.of(hidden.where)
-        if before_attention is not None and len(chunks) > 1:  # the KV of all chunks first
+
+        # With several chunks, the KV of all of them must be written before any changes are spread.
+        if before_attention is not None and len(chunks) > 1:
             self.project(index, hidden)
             before_attention()
             before_attention = None
+
         rebuilds = len(chunks) > 1 and (
             self._host.is_latent or self._host.attention.max_long_runs is not None
         )
@@ -223,24 +252,28 @@ class VllmPrefill(PagedPrefill):
                 )
                 parts.append(after[:2])
                 queries.append(after[2])
+
         self.computed += self._rows.counts
         self._query = (index, hidden.where, joined(queries))
+
         after_layer = LayerOutput(parts, hidden.where, chunks)
         if index == self.num_layers - 1:
             self._enter(self.num_layers, after_layer)
+
         return after_layer
 
     def run(
         self, layers: Iterable[int], hidden: Hidden, spreading: Spreading | None = None
     ) -> Hidden:
-        """As in the protocol; all layers, or all but the first, in one forward of the model where
-        it can be.
+        """Run layers as in the protocol, in one forward pass of the model if possible.
 
-        Layer 0 is computed again then: what enters it are the tokens alone, so that nothing
-        changes."""
+        That pass covers all layers, or all but the first. It computes layer 0 again in the latter
+        case. This changes nothing, because only the tokens enter layer 0.
+        """
         layers, chunks = list(layers), self._rows.of(hidden.where)
         if not self._is_one_forward(layers, chunks, spreading):
             return super().run(layers, hidden, spreading)
+
         before_attention = {}
         if spreading is not None:
             for index in layers:
@@ -260,6 +293,7 @@ class VllmPrefill(PagedPrefill):
                     self._rows.metadata(chunk),
                 )
                 states.append(self._host.run_model(*rows, before_attention))
+
         self.computed += self._rows.counts * len(layers)
         self._query = None
         return Hidden(self._rows.in_order(hidden.where, joined(states)), hidden.where)
@@ -267,8 +301,12 @@ class VllmPrefill(PagedPrefill):
     def _is_one_forward(
         self, layers: list[int], chunks: Sequence[PrefillChunk], spreading: Spreading | None
     ) -> bool:
-        """Whether a forward of the model computes these layers, and nothing must come between them:
-        no other work of vLLM, and no KV of later chunks that is spread in an earlier layer."""
+        """Return True if one forward pass of the model can compute these layers.
+
+        Nothing may have to run in between: neither other work of vLLM, nor the KV of later chunks
+        that would be spread in an earlier layer.
+        """
+
         every = list(range(self.num_layers))
         if not (self._host.runs_as_one and layers and layers in (every, every[1:])):
             return False
@@ -276,7 +314,7 @@ class VllmPrefill(PagedPrefill):
         return (spreading is None or len(chunks) == 1) and self._budget.affords(seconds)
 
     def _graft_for_spreading(self, index: int) -> None:
-        """Copy what `_spread` does not copy itself."""
+        """Copy the grafts that `_spread` does not copy itself."""
         if index not in self._grafted and self._host.pool_layout(index) is None:
             self.graft(range(index, self.num_layers))
 
@@ -297,7 +335,7 @@ class VllmPrefill(PagedPrefill):
         return self._host.rotate_keys(*upload(self._host.device, shifts))
 
     def _spread(self, index: int, spreading: Spreading) -> None:
-        """Add to the KV of other tokens what has changed in those that are recomputed."""
+        """Add the KV changes of recomputed tokens to the KV of other tokens."""
         pool = self._host.pool_layout(index)
         if pool is not None:
             [at], (layout, rope) = self._host.attentions_of(index), pool
@@ -305,20 +343,23 @@ class VllmPrefill(PagedPrefill):
             self._pool_rows(spreading, group, layout, rope).apply(layout.pools(cache), layout.heads)
             self._host.note_written(at, lambda: self._slots_of(spreading.copied)[group])
             return
+
         source, to_origin, from_source, to_position = self._spreading_rows(spreading)
         keys, values = self.kv(index, spreading.anchors)
         old_keys, old_values = self._host.read_layer(index, source)
         changes = torch.cat(
             [to_origin(index, keys) - from_source(index, old_keys), values - old_values], -1
         )
+
         changes = changes.masked_fill(self._out(index, source, keys.shape[1]), 0)
         keys, values = spreading.interpolate(changes).split([keys.shape[-1], values.shape[-1]], -1)
         self.add(index, spreading.where, to_position(index, keys), values)
 
     @cached_property
     def _graft_slots(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Source slots [g], target slots [groups, g] and shifts [g] of the tokens to copy, int64 on
-        the device."""
+        """Source slots [g], target slots [groups, g] and shifts [g] of the tokens to copy, int64
+        on the device.
+        """
         target = self._slots_of(self.plan.grafted & ~self.plan.in_place)
         source, shifts = upload(target.device, self.plan.graft_sources, self.plan.graft_shifts)
         return source, target, shifts
@@ -327,13 +368,18 @@ class VllmPrefill(PagedPrefill):
     def _pool_rows(
         self, spreading: Spreading, group: int, layout: PoolLayout, rope: Rope
     ) -> SpreadingRows:
-        """The same on the device, for layers of one group whose caches lie alike. What this group
-        has lost at its source, and what its tables leave out, has not changed and is not copied."""
+        """Return the rows of a spreading on the device, for layers of one group with equal cache
+        layouts.
+
+        Tokens that the group has lost at their source, and tokens that its tables leave out, count
+        as unchanged and are not copied.
+        """
         slots = self._known_slots[group]
         source, target = (
             self._counterparts(group, self.plan.graft_sources),
             slots[self.plan.graft_targets],
         )
+
         lost = (source // self.block_size == NULL_PAGE) | (target // self.block_size == NULL_PAGE)
         given = layout.rows(slots[spreading.anchors]), layout.rows(slots[spreading.copied])
         sources = layout.rows(source.masked_fill(lost, -1))
@@ -343,9 +389,15 @@ class VllmPrefill(PagedPrefill):
 
     @memoised
     def _spreading_rows(self, spreading: Spreading) -> tuple[Tensor, Turning, Turning, Turning]:
-        """Source slots int64 [groups, c] of the anchors; what rotates their recomputed and their
-        cached keys to position 0; and what rotates keys to where changes are added."""
+        """Return source slots and rotations of a spreading.
+
+        Returns:
+            Source slots int64 [groups, c] of the anchors; rotations of their recomputed and of
+            their cached keys to position 0; and the rotation of keys to the positions where changes
+            are added.
+        """
         is_anchor = spreading.anchors[self.plan.graft_targets]
+
         main = self.plan.graft_sources[is_anchor].to(self._host.device)
         source = torch.stack(
             [self._counterparts(group, main) for group in range(len(self._slots[0]))]
@@ -356,15 +408,14 @@ class VllmPrefill(PagedPrefill):
 
     @cached_property
     def leaves_out(self) -> bool:
-        """Whether block tables leave out something of a prefix, which windows do not reach back
-        to."""
+        """True if block tables leave out blocks of a prefix that windows do not reach back to."""
         return bool((self._known_slots < self.block_size).any())
 
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
         return self._kv_at(index, slots)[0]
 
     def _kv_at(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """As in the protocol; zeros where block tables leave a block out."""
+        """Return KV as in the protocol, with zeros where block tables leave a block out."""
         keys, values = self._host.read_layer(index, slots)
         if not self.leaves_out:
             return keys, values
@@ -372,7 +423,7 @@ class VllmPrefill(PagedPrefill):
         return keys.masked_fill(out, 0), values.masked_fill(out, 0)
 
     def _out(self, index: int, slots: Tensor, num_heads: int) -> Tensor:
-        """Which slots [groups, n] are nobody's, by KV head: bool [n, Hkv, 1]."""
+        """Return a mask of slots [groups, n] without a block, by KV head: bool [n, Hkv, 1]."""
         groups = [self._host.group_of[at] for at in self._host.attentions_of(index)]
         own = torch.stack([slots[group] for group in groups])
         out = (own // self.block_size == NULL_PAGE).T.repeat_interleave(
@@ -388,16 +439,19 @@ class VllmPrefill(PagedPrefill):
             )
 
     def _last_query(self) -> tuple[int, Tensor, Tensor]:
-        """Queries in the order of their tokens."""
+        """Return the queries in the order of their tokens."""
         index, where, query = super()._last_query()
         return index, where, self._rows.in_order(where, query)
 
 
 @torch.inference_mode()
 def measure_costs(host: ModelHost, max_length: int) -> Costs:
-    """Measured in the first blocks of vLLM's cache, which must be empty, on prompts of max_length
-    tokens at most."""
-    blocks = np.arange(1, host.num_blocks)  # block 0 is nobody's
+    """Measure the costs of prefill on prompts of at most `max_length` tokens.
+
+    The measurement writes to the first blocks of vLLM's cache, which must be empty.
+    """
+    # vLLM never gives out block 0.
+    blocks = np.arange(1, host.num_blocks)
 
     def context(plan: Plan) -> VllmPrefill:
         tokens = torch.zeros(plan.num_tokens, dtype=torch.int64)

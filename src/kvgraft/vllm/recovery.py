@@ -1,5 +1,4 @@
-"""Recoveries on the worker: batches in the order of their arrival, a bounded amount of work in each
-step of vLLM."""
+"""Recoveries on the worker: batches in order of arrival, with a bounded amount of work per step."""
 
 import logging
 from collections import deque
@@ -31,32 +30,37 @@ logger = logging.getLogger("kvgraft")
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What the scheduler side asks for: recover one prompt into its own blocks."""
+    """Order of the scheduler side to recover one prompt into its own blocks."""
 
     request_id: str
     policy: Policy
     plan: Plan
-    token_ids: np.ndarray  # int64 [T]
-    # by group int64 [ceil(T / block_size)]; of documents: what holds what is kept
+    # int64 [T]
+    token_ids: np.ndarray
+    # by group int64 [ceil(T / block_size)]; with documents: only the blocks that hold kept tokens
     tables: tuple[np.ndarray, ...]
-    # int64 [n, groups]: the pages that it grafts from, and their counterparts if any
+    # int64 [n, groups]: pages to graft from, with their counterparts in the other groups
     source_pages: np.ndarray
     documents: tuple[range, ...] = ()
-    scope: bytes = b""  # of what is read on its own
-    adapter: Adapter | None = None  # under which it is computed
-    kept: np.ndarray | None = None  # of documents, if that has been chosen: as in `RecoveryResult`
+    # scope of the documents that are read on their own
+    scope: bytes = b""
+    # LoRA adapter of the request
+    adapter: Adapter | None = None
+    # kept tokens of documents if already chosen, as in `RecoveryResult`
+    kept: np.ndarray | None = None
 
     @property
     def own_blocks(self) -> torch.Tensor:
-        """The blocks that it writes to: no other request has them."""
+        """Blocks that the job writes to. No other request has them."""
         return self._blocks_but(self.plan.prefix)
 
     @property
     def new_blocks(self) -> torch.Tensor:
-        """Those of them in which nothing is known: what lies there is somebody else's."""
+        """Those of `own_blocks` that hold nothing known yet, only leftovers of other requests."""
         return self._blocks_but(self.plan.prefix | self.plan.in_place)
 
     def _blocks_but(self, where: torch.Tensor) -> torch.Tensor:
+        """Return the job's blocks in all groups, except those set in `where` bool [T]."""
         count = len(self.tables[0])
         known = where[:: self.plan.block_size].numpy()[:count]
         others = np.pad(~known, (0, count - len(known)), constant_values=True)
@@ -65,9 +69,16 @@ class Job:
 
 @dataclass(frozen=True)
 class RecoveryResult:
-    """What became of a job. `failure` is the reason why its prompt must be computed in full, or
-    None; `kept` the tokens of documents that stay in each layer, bits [L, T / 8]; `counts` are of
-    what its policy did not trust."""
+    """Result of a job.
+
+    Attributes:
+        failure: reason why the prompt must be computed in full, or None.
+        computed_share: share of all (token, layer) pairs that was computed.
+        recomputed_tokens: grafted tokens that were recomputed.
+        kept: tokens of documents that stay in each layer, as bits [L, T / 8].
+        stages: seconds by stage.
+        counts: counts of tokens and segments that the policy has rejected, among others.
+    """
 
     failure: str | None = None
     computed_share: float = 0.0
@@ -78,9 +89,11 @@ class RecoveryResult:
 
 
 class RecoveryBatch:
-    """Jobs of one policy and one adapter, recovered together. Runs in a greenlet of its own, so
-    that a policy can be paused anywhere without knowing of it: same thread, same tensors, no
-    locks."""
+    """Jobs of one policy and one adapter, recovered together.
+
+    The batch runs in its own greenlet, which can pause anywhere inside a policy. It uses the same
+    thread and tensors as vLLM, so it needs no locks.
+    """
 
     def __init__(
         self, host: ModelHost, library: Library, head_map: HeadMap | None, jobs: list[Job]
@@ -93,8 +106,14 @@ class RecoveryBatch:
         self._task = greenlet(self._run)
 
     def advance(self, seconds: float, costs: Costs) -> float:
-        """Work until done or until so many seconds, by these costs, are spent; returns what is left
-        of them."""
+        """Work until the batch is done or the time is spent.
+
+        Args:
+            seconds: time that the batch may spend, estimated by `costs`.
+
+        Returns:
+            The seconds that are left.
+        """
         self._budget.seconds, self._budget.costs = seconds, costs
         self._host.adapters.use(self.jobs[0].adapter)
         self._task.parent = getcurrent()
@@ -102,11 +121,12 @@ class RecoveryBatch:
         return max(self._budget.seconds, 0)
 
     def drop(self) -> None:
-        """End it; whatever it has written so far is garbage."""
+        """End the batch. What it has written so far is garbage."""
         if self._task and not self._task.dead:
             self._task.throw()
 
     def _pause(self) -> None:
+        """Give control back to the caller of `advance`."""
         self._task.parent.switch()
 
     def _run(self) -> None:
@@ -122,7 +142,7 @@ class RecoveryBatch:
     def _attempt(
         self, work: Callable[[], dict[str, RecoveryResult]], jobs: list[Job]
     ) -> dict[str, RecoveryResult]:
-        """The outcomes of these jobs; of a failure if their work failed on any rank."""
+        """Return the outcomes of the jobs; all are failures if the work failed on any rank."""
         outcomes = None
         for job in jobs:
             self._host.clear_drafts(job.new_blocks)
@@ -135,7 +155,7 @@ class RecoveryBatch:
         return outcomes
 
     def _keep(self, policy: KeepsDocuments, job: Job) -> dict[str, RecoveryResult]:
-        """One prompt of which a part is kept."""
+        """Recover one prompt that keeps only a part of its documents."""
         slots = slots_of(job.tables[0].tolist(), job.plan.block_size).to(self._host.device)
         layers, plan = VllmLayers(self._host, slots, self._budget), job.plan
         chosen = (
@@ -143,19 +163,22 @@ class RecoveryBatch:
             if job.kept is None
             else torch.from_numpy(np.unpackbits(job.kept, 1, plan.num_tokens)).bool()
         )
+
         ctx, *_ = self._library.keep(
             layers, policy, plan, job.token_ids, job.documents, job.scope, kept=chosen
         )
         layers.close_up(ctx.num_kept, plan.num_tokens - ctx.num_kept)
+
         share = ctx.projected / (ctx.num_layers * plan.num_tokens)
         failure = None if ctx.is_finite else "non_finite"
         kept = np.packbits((ctx.kept & plan.grafted).numpy(), 1)
+
         return {
             job.request_id: RecoveryResult(failure, share, ctx.recomputed, kept, ctx.times.seconds)
         }
 
     def _recover(self) -> dict[str, RecoveryResult]:
-        """Jobs whose grafts are in the pool."""
+        """Recover all jobs of the batch, whose grafts are in the pool."""
         plan = Plan.batch([job.plan for job in self.jobs])
         tokens = torch.from_numpy(np.concatenate([job.token_ids for job in self.jobs]))
         source_pages = np.concatenate([job.source_pages for job in self.jobs])
@@ -164,14 +187,17 @@ class RecoveryBatch:
             (self._host, plan, tokens, tables, source_pages, self._budget),
             self.jobs[0].policy,
         )
+
         if self._head_map is not None and policy.needs_head_map:
             ctx: VllmPrefill = HeadwisePrefill(self._head_map, *given)
         else:
             ctx = VllmPrefill(*given)
+
         hidden = policy.recover(ctx)
         ctx.draft(hidden)
         if isinstance(ctx, HeadwisePrefill):
             ctx.sum_counts()
+
         finite = torch.isfinite(ctx.last_hidden(hidden)).flatten(1).all(1).tolist()
         return {
             job.request_id: self._outcome(ctx, hidden, number, ok)
@@ -190,7 +216,7 @@ class RecoveryBatch:
 
 
 def _rejected(ctx: VllmPrefill, prompt: slice) -> dict[str, int]:
-    """What the policy would not trust of one prompt, if anything."""
+    """Return the numbers of tokens and segments that the policy rejected in one prompt, if any."""
     where = ctx.rejected[prompt]
     if not where.any():
         return {}
@@ -204,10 +230,11 @@ class RecoveryQueue:
     """All recoveries of one worker.
 
     Args:
-        max_batch_tokens: tokens of the prompts that one batch may hold together (a longer prompt is
-            a batch of its own); this bounds the memory of a recovery.
+        host: the loaded model and its cache.
+        max_batch_tokens: maximum number of prompt tokens in a batch, to bound memory. A longer
+            prompt is a batch of its own.
         library: documents that were read on their own.
-        head_map: of the KV heads of this rank, if it is known.
+        head_map: classes of this rank's KV heads, if known.
     """
 
     def __init__(
@@ -224,7 +251,7 @@ class RecoveryQueue:
         self._cancelled: set[str] = set()
 
     def add(self, jobs: list[Job]) -> None:
-        """Queue jobs; neighbours of one policy and one adapter share a batch."""
+        """Queue jobs. Consecutive jobs of one policy and one adapter share a batch."""
         batches: list[list[Job]] = []
         for job in jobs:
             if batches and self._share(batches[-1], job):
@@ -236,8 +263,10 @@ class RecoveryQueue:
         ]
 
     def _share(self, batch: list[Job], job: Job) -> bool:
-        """Whether a job can be recovered together with these. Heads are promoted by what one prompt
-        needs."""
+        """Return True if a job can join a batch.
+
+        Policies with a head map choose heads for a single prompt.
+        """
         alike = (job.policy, job.adapter) == (
             batch[0].policy,
             batch[0].adapter,
@@ -247,15 +276,23 @@ class RecoveryQueue:
         )
 
     def cancel(self, request_ids: set[str]) -> None:
-        """Nobody wants these any more; they end as cancelled, the others of their batch go on."""
+        """Cancel the jobs of these requests. Other jobs of their batches continue."""
         self._cancelled |= request_ids & {
             job.request_id for batch in self._batches for job in batch.jobs
         }
 
     @torch.inference_mode()
     def advance(self, num_tokens: int, costs: Costs) -> dict[str, RecoveryResult]:
-        """Work as long as vLLM would take for so many tokens at the end of the oldest prompt, by
-        these costs, oldest batch first; returns the outcomes of what has ended."""
+        """Recover the oldest batches first, within the time of one step.
+
+        Args:
+            num_tokens: the time is what vLLM needs for this many tokens at the end of the longest
+                prompt in the oldest batch.
+            costs: costs that convert tokens to time.
+
+        Returns:
+            The outcomes of the jobs that have ended, by request id.
+        """
         if not self._batches:
             return {}
         longest = max(len(job.token_ids) for job in self._batches[0].jobs)
@@ -263,7 +300,7 @@ class RecoveryQueue:
             return self._advance(seconds_of_step(costs, num_tokens, longest), costs)
 
     def _advance(self, seconds: float, costs: Costs) -> dict[str, RecoveryResult]:
-        """The same, with fused kernels."""
+        """Recover within this time, while fused kernels are active."""
         ended: dict[str, RecoveryResult] = {}
         while self._batches and seconds > 0:
             batch = self._batches[0]
@@ -276,12 +313,15 @@ class RecoveryQueue:
                 self._clear_failed(batch.jobs, batch.outcomes)
                 ended |= batch.outcomes
                 self._batches.popleft()
+
         self._cancelled -= ended.keys()
         self._host.adapters.give_back()
         return ended
 
     def _clear_failed(self, jobs: list[Job], outcomes: dict[str, RecoveryResult]) -> None:
-        """Leave nothing behind that could spoil what is computed into these blocks next."""
+        """Zero the blocks of failed jobs, so that leftovers cannot spoil what is computed there
+        next.
+        """
         for job in jobs:
             if outcomes[job.request_id].failure is not None:
                 self._host.clear(job.own_blocks)

@@ -1,4 +1,4 @@
-"""How far recoveries go in a step of vLLM, in seconds by measured costs."""
+"""Budget of recoveries in a step of vLLM, in seconds by measured costs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from torch import Tensor
 
 from kvgraft.prefill.costs import TOKENS, Costs, count_pairs
 
-LEAST_S = 1e-9  # of a step: costs may be zero, and recoveries must end all the same
+# minimum seconds of a step; costs may be zero, and recoveries must still end
+LEAST_S = 1e-9
 
 
 @dataclass
 class RecoveryBudget:
-    """What a recovery may spend before other work of vLLM must come between, and what its parts
-    cost.
+    """Time that a recovery may spend before other work of vLLM must run, and costs of its parts.
 
     Attributes:
-        num_layers: of the model, which share the costs of a pass.
-        pause: lets other work come between. More is left when it returns.
-        costs: of a pass through all layers.
-        seconds: left of this step, or tokens by `TOKENS`.
+        num_layers: layers of the model, which share the costs of a pass equally.
+        pause: lets other work of vLLM run; there is new time when it returns.
+        costs: costs of a pass through all layers.
+        seconds: time left in this step, or tokens with `TOKENS`.
     """
 
     num_layers: int
@@ -28,7 +28,11 @@ class RecoveryBudget:
     seconds: float = float("inf")
 
     def spend(self, seconds: float) -> bool:
-        """Call before work of so many seconds; True if other work of vLLM came between."""
+        """Spend time before a piece of work, pausing while none is left.
+
+        Returns:
+            True if other work of vLLM ran in between.
+        """
         has_paused = self.seconds <= 0
         while self.seconds <= 0:
             self.pause()
@@ -36,29 +40,31 @@ class RecoveryBudget:
         return has_paused
 
     def affords(self, seconds: float) -> bool:
-        """Whether that much is left."""
+        """Return True if this much time is left."""
         return seconds <= self.seconds
 
     def whole_pass(self, positions: Tensor) -> float:
-        """Seconds of all layers for tokens at these positions, int64 [n] on the CPU."""
+        """Return the seconds of all layers for tokens at these positions, int64 [n] on the CPU."""
         num_pairs = int(positions.sum()) + positions.numel()
         return float(self.costs.computing(positions.numel(), num_pairs))
 
     def layer(self, positions: Tensor) -> float:
-        """Seconds of one layer."""
+        """Return the seconds of one layer for tokens at these positions."""
         return self.whole_pass(positions) / self.num_layers
 
     def rows(self, count: int) -> float:
-        """Seconds of one layer for so many tokens, without the keys that they see: positions on a
-        device would have to be waited for."""
+        """Return the seconds of one layer for `count` tokens, without the keys that they attend to.
+
+        Their positions may be on a device, and reading them would wait for it.
+        """
         return float(self.costs.computing(count, 0)) / self.num_layers
 
     def copy(self, num_tokens: int, num_layers: int = 1) -> float:
-        """Seconds in which so many tokens are copied and aligned in so many layers."""
+        """Return the seconds to copy and align `num_tokens` tokens in `num_layers` layers."""
         return self.costs.copy_s * num_tokens * num_layers / self.num_layers
 
 
 def seconds_of_step(costs: Costs, num_tokens: int, prompt_tokens: int) -> float:
-    """Seconds in which vLLM would compute the last so many tokens of a prompt."""
+    """Return the seconds that vLLM needs for the last `num_tokens` tokens of a prompt."""
     pairs = count_pairs(max(0, prompt_tokens - num_tokens), prompt_tokens)
     return max(LEAST_S, float(costs.computing(num_tokens, pairs)))

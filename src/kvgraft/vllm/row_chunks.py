@@ -1,4 +1,4 @@
-"""Which rows of a recovery go through vLLM's layers together, and how these attend."""
+"""Chunks of the rows of a recovery that go through vLLM's layers together, with their attention."""
 
 from collections.abc import Sequence
 
@@ -17,17 +17,19 @@ from kvgraft.vllm.compat.pools import PoolLayout
 
 
 class RowChunks:
-    """The tokens that are computed, in chunks of at most `host.max_rows`.
+    """Tokens to compute, in chunks of at most `host.max_rows`.
 
-    The chunks of the last set of tokens are kept.
+    The chunks of the last set of tokens are cached.
 
     Args:
+        host: the loaded model and its cache.
+        plan: plan of the prompts.
         tables: by group, per prompt its physical blocks, int [b].
         known_slots: int64 [groups, T], the slots of all tokens of `plan`, on the CPU.
         slots: per prompt, int64 [groups, >= its length], on the device.
 
     Attributes:
-        counts: int64, how many tokens of each prompt the last chunks have.
+        counts: int64, tokens of each prompt in the last chunks.
     """
 
     def __init__(
@@ -52,7 +54,11 @@ class RowChunks:
         return self._chunks
 
     def cut(self, where: Tensor, *, splits: bool = False) -> list[PrefillChunk]:
-        """Cut anew. With `splits`, long runs come first where our kernel takes the others."""
+        """Return new chunks of the tokens set in `where`.
+
+        Args:
+            splits: True to put long runs first where our kernel computes the other rows.
+        """
         positions, slots = self._plan.positions[where], self._known_slots[:, where]
         host, attention = self._host, self._host.attention
         splits = splits and attention.splits_rows
@@ -66,7 +72,7 @@ class RowChunks:
         return chunks
 
     def metadata(self, chunk: PrefillChunk) -> list[RowsMetadata]:
-        """How the layers of each attention group attend to the rows of a chunk."""
+        """Return attention metadata of a chunk's rows, one entry for each attention group."""
         if chunk.layouts is None:
             chunk.layouts = [self._layout(chunk, group) for group in self._host.attention.groups]
         if chunk.metadata is None:
@@ -75,16 +81,16 @@ class RowChunks:
         return chunk.metadata
 
     def forget_metadata(self) -> None:
-        """Have metadata made anew.
+        """Discard all metadata, so that it is built again.
 
-        What a backend prepared may point into buffers that other steps, or chunks of latents, have
-        used since.
+        The metadata of a backend may point into buffers that other steps, or chunks of latents,
+        have used since.
         """
         for chunk in self._chunks:
             chunk.metadata = None
 
     def in_order(self, where: Tensor, computed: Tensor) -> Tensor:
-        """Rows [n, ...] as the chunks have them -> in the order of their tokens."""
+        """Return rows [n, ...], given in the order of the chunks, in the order of their tokens."""
         chunks = self.of(where)
         if all(chunk.order is None for chunk in chunks):
             return computed
@@ -101,6 +107,7 @@ class RowChunks:
         runs: list[Run],
         splits: bool,
     ) -> PrefillChunk:
+        """Return one chunk, with its positions and slots on the device."""
         order, num_long = list[Tensor](), len(runs)
         if splits:
             runs, num_long, moved = long_first(runs, LONG_RUN, self._host.attention.max_long_runs)
@@ -111,7 +118,9 @@ class RowChunks:
         return PrefillChunk(rows, positions, slots, known, runs, num_long, moved_rows)
 
     def _layout(self, chunk: PrefillChunk, group: GroupAttention) -> AttentionLayout | None:
-        """The rows that our kernel takes in layers of a group, if it takes any."""
+        """Return the layout of the rows that our kernel computes in a group's layers, or None if
+        there are none.
+        """
         if group.pool is None or chunk.num_long == len(chunk.runs):
             return None
         prompts, positions = chunk.scattered()
@@ -120,5 +129,5 @@ class RowChunks:
 
     @memoised
     def _pool_slots(self, prompt: int, group: int, pool: PoolLayout) -> Tensor:
-        """Where the tokens of a prompt lie in the pools of a group's layers, int64 [1, T]."""
+        """Return the rows of a prompt's tokens in the pools of a group's layers, int64 [1, T]."""
         return pool.rows(self._slots[prompt][group, : self._plan.lengths[prompt]])

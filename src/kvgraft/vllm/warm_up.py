@@ -1,4 +1,4 @@
-"""Recoveries before the first request, so that no request waits for kernels to be compiled."""
+"""Recoveries before the first request, so that no request waits for the compilation of kernels."""
 
 import logging
 
@@ -13,25 +13,28 @@ from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.prefill import VllmPrefill
 
 logger = logging.getLogger("kvgraft")
-SIZES = (256, 2048, 8192)  # tokens of made-up prompts: kernels have tiles of several sizes
-VOCABULARY = 100  # tokens that they are of
+# tokens of the made-up prompts; kernels have tiles of several sizes
+SIZES = (256, 2048, 8192)
+# number of distinct token ids in them
+VOCABULARY = 100
 
 
 @torch.inference_mode()
 def warm_up(host: ModelHost, policy: Policy, max_length: int) -> None:
-    """Recover made-up prompts of at most `max_length` tokens under this policy, in the cache, which
-    must be empty.
+    """Recover made-up prompts of at most `max_length` tokens under this policy.
 
-    Policies that keep a part of documents, or work head by head, are left out.
+    The cache must be empty. Policies that keep a part of documents or work head by head are
+    skipped.
     """
     if isinstance(policy, KeepsDocuments) or policy.needs_head_map or host.head_paging:
         return
+
     size = host.block_size
     for length in SIZES:
         count = -(-length // size)
         if length > max_length or 2 * count >= host.num_blocks:
             break
-        # block 0 is nobody's
+        # vLLM never gives out block 0.
         source, target = np.arange(1, count + 1), np.arange(count + 1, 2 * count + 1)
         texts = _texts(length, source, size) if policy.uses_grafts else []
         plan, tokens = (
@@ -46,8 +49,13 @@ def warm_up(host: ModelHost, policy: Policy, max_length: int) -> None:
 
 
 def _texts(length: int, source: np.ndarray, size: int) -> list[Match]:
-    """Two texts in another order, with little new text around, of what lies in the blocks `source`
-    of this size."""
+    """Return two known texts in swapped order, with little new text around them.
+
+    Args:
+        length: tokens of the prompt.
+        source: blocks that hold the texts.
+        size: tokens per block.
+    """
     new, found = length // 32, []
     known = length // 2 - new
     for number, (start, begin) in enumerate([(new, known), (known + 2 * new, 0)]):

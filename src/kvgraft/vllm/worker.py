@@ -1,5 +1,4 @@
-"""The worker class: vLLM's own for the platform, which also hands its model runner to the
-connector."""
+"""Worker class of vLLM for the platform, extended to give the connector its model runner."""
 
 from typing import Any
 
@@ -23,7 +22,7 @@ else:
 
 
 class KVGraftWorker(PlatformWorker):
-    """Start vLLM with `--worker-cls kvgraft.vllm.worker.KVGraftWorker`."""
+    """Worker for `--worker-cls kvgraft.vllm.worker.KVGraftWorker`."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         check_connector(self.vllm_config)
@@ -40,8 +39,11 @@ class KVGraftWorker(PlatformWorker):
             add_given_answers(self.model_runner)
 
     def determine_available_memory(self) -> int:
-        """Leaves room for a recovery of the longest prompt, except where the size of the cache is
-        given."""
+        """Return the bytes for the KV cache, without the memory that a recovery of the longest
+        prompt needs.
+
+        A cache size that is set explicitly stays as it is.
+        """
         available = int(super().determine_available_memory())
         if (
             self.cache_config.kv_cache_memory_bytes is not None
@@ -52,8 +54,10 @@ class KVGraftWorker(PlatformWorker):
 
 
 def kv_share(config: Any) -> float:
-    """Share of the memory of what is kept of each token that keys and values take; residual streams
-    take the rest."""
+    """Return the share of keys and values in the bytes kept per token.
+
+    Residual streams take the remaining share.
+    """
     model, parallel = config.model_config, config.parallel_config
     num_layers = model.get_num_layers(parallel)
     kv_size = kv_cache_dtype_str_to_dtype(config.cache_config.cache_dtype, model).itemsize
@@ -63,14 +67,19 @@ def kv_share(config: Any) -> float:
 
 
 def recovery_bytes(config: Any) -> int:
-    """Upper bound of what a recovery holds beside vLLM's own activations, in bytes.
+    """Return an upper bound in bytes for what a recovery holds in addition to vLLM's own
+    activations.
 
-    Per token: two generations of (hidden, residual); the queries of a layer twice; the keys and
-    values of a layer as read, and its keys twice in float32, for the Sparse-Q scores; two rows of
-    these scores for each of their queries; and what enters the (usually three) layers that EAGLE-3
-    drafts from, twice. With a head map also the keys and values of a layer as computed, with what
-    is reused of them, and as copied for windows, and a little more than that for what the layouts
-    of windows keep for all layers."""
+    Numbers per token:
+
+    - two generations of (hidden, residual)
+    - the queries of a layer, twice
+    - the keys and values of a layer as read, and its keys twice in float32, for the Sparse-Q scores
+    - two rows of these scores for each query head
+    - with EAGLE-3: what enters the (usually three) layers that the drafter reads, twice
+    - with a head map: the keys and values of a layer as computed, with reused ones, and as copied
+      for windows; and a little more for the layouts of windows
+    """
     model, parallel = config.model_config, config.parallel_config
     tokens = max(model.max_model_len, config.scheduler_config.max_num_batched_tokens)
     heads = model.get_num_attention_heads(parallel)

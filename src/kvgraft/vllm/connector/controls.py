@@ -68,9 +68,8 @@ class RefreshControls:
 
         Returns:
             For `refresh`: the `tokens` to compute and the `cache_salt` of their namespace. Empty
-                `tokens`
-            mean that there is nothing to do. For `read`: the `num_tokens` of the prompt if it was
-                computed to its end.
+            `tokens` mean that there is nothing to do. For `read`: the `num_tokens` of the prompt if
+            it was computed to its end.
         """
         if isinstance(state.options, Control) and state.options.op == READ:
             return self._count(state)
@@ -138,8 +137,7 @@ class PinControls:
 
         Returns:
             For `list`: all `pins` of the namespace. For other operations: the `pin` and the new
-                `num_pins`.
-            On failure: an `error` and its HTTP `status`.
+            `num_pins`. On failure: an `error` and its HTTP `status`.
         """
         control = state.options
         if not isinstance(control, Control):
