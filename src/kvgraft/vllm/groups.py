@@ -1,9 +1,11 @@
-"""vLLM's KV cache groups: layers with windows may have block tables of their own, which forget what
-no window sees.
+"""vLLM's KV cache groups.
 
-A page of the *main* group, one of full attention, names content. Its *counterparts* are the pages
-of the other groups that hold the KV of the same text: found by the same hash, as long as nobody has
-reclaimed them. Local heads lose theirs early, and a policy may compute what they have lost."""
+Layers with windows may have block tables that drop blocks behind the window.
+
+A page of the *main* group, one of full attention, identifies content. Its *counterparts* are the
+pages of the other groups with the KV of the same text. They are found by the same hash until vLLM
+reclaims them. Local heads lose theirs early, and a policy may compute them again.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,19 +17,25 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 
 from kvgraft.vllm.heads.spec import SinkWindowSpec
 
-NULL_PAGE = 0  # what a block table has in the place of a block that is given back
+# entry of a block table for a block that was freed
+NULL_PAGE = 0
 
 
 def is_full(spec: Any) -> bool:
-    """Whether all layers of a group with this cache spec are of full attention (their sizes may
-    differ)."""
+    """Return True if all layers of a group with this cache spec use full attention.
+
+    Sizes may differ.
+    """
     layers = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
     return all(isinstance(layer, FullAttentionSpec) for layer in layers)
 
 
 def order_of(specs: Sequence[Any]) -> list[int]:
-    """Numbers of the groups with these cache specs, the main one first; ValueError if none is of
-    full attention."""
+    """Return the group numbers for these cache specs, the main group first.
+
+    Raises:
+        ValueError: no group is of full attention.
+    """
     full = [number for number, spec in enumerate(specs) if is_full(spec)]
     if not full:
         raise ValueError("no KV cache group is of full attention")
@@ -36,11 +44,14 @@ def order_of(specs: Sequence[Any]) -> list[int]:
 
 @dataclass
 class Reserved:
-    """What one recovery holds beside its request's own pages: by group but the main one, in order.
+    """Pages that one recovery holds in addition to its request's own.
+
+    Each list has one entry per group except the main one.
 
     Attributes:
-        before: pages of its prefix that windows reach back to, by number of block.
-        scratch: pages for those blocks of the prompt that its own tables leave out.
+        before: pages of the prefix that windows reach back to, by block number.
+        scratch: pages for blocks of the prompt that the request's tables leave out, by block
+            number.
     """
 
     before: list[dict[int, int]] = field(default_factory=list)
@@ -48,17 +59,18 @@ class Reserved:
 
 
 class CacheGroups:
-    """The groups of one server.
+    """KV cache groups of one server.
 
     Args:
-        block_pool: vLLM's, which all groups share.
-        managers: of each group, vLLM's.
-        specs: of each group, what its pages hold.
+        block_pool: vLLM's block pool, which all groups share.
+        managers: vLLM's manager of each group.
+        specs: cache spec of each group.
+        block_size: tokens per block.
 
     Attributes:
         main: number of the main group.
         others: numbers of the other groups.
-        local: those of them that are of local heads.
+        local: numbers of the other groups that belong to local heads.
     """
 
     def __init__(
@@ -77,7 +89,7 @@ class CacheGroups:
 
     @classmethod
     def of(cls, kv_cache_manager: Any, block_size: int) -> "CacheGroups":
-        """Those of vLLM's KV cache manager."""
+        """Return the groups of vLLM's KV cache manager."""
         specs = [group.kv_cache_spec for group in kv_cache_manager.kv_cache_config.kv_cache_groups]
         return cls(
             kv_cache_manager.block_pool,
@@ -87,8 +99,10 @@ class CacheGroups:
         )
 
     def counterparts(self, page: int) -> tuple[int, ...] | None:
-        """Of a page of the main group, one in each other group: `NULL_PAGE` where local heads have
-        lost theirs; None if any other is gone."""
+        """Return the counterparts of a page of the main group, one per other group.
+
+        `NULL_PAGE` stands where local heads have lost theirs. None: another counterpart is gone.
+        """
         block_hash = self._pool.blocks[page].block_hash
         if not self.others:
             return ()
@@ -103,8 +117,12 @@ class CacheGroups:
         return tuple(blocks[0].block_id if blocks else NULL_PAGE for blocks in found.values())
 
     def num_pages(self, num_prefix: int, num_tokens: int) -> int:
-        """Pages that a prompt of so many tokens, of which so many are hits, needs in the other
-        groups together while it is recovered."""
+        """Return the pages that a recovery needs in the other groups together.
+
+        Args:
+            num_prefix: tokens of the prompt that are exact prefix hits.
+            num_tokens: tokens of the prompt.
+        """
         blocks, first = -(-num_tokens // self._block_size), num_prefix // self._block_size
         hits = range(first)
         return sum(
@@ -112,9 +130,13 @@ class CacheGroups:
         )
 
     def reserve(self, prefix_hashes: Sequence[Any], num_tokens: int) -> Reserved:
-        """Hold what a recovery of a prompt needs; ValueError if there are not so many free
-        pages."""
+        """Hold the pages that a recovery of a prompt needs in the other groups.
+
+        Raises:
+            ValueError: there are not enough free pages.
+        """
         reserved, first = Reserved(), len(prefix_hashes)
+
         for group in self.others:
             left_out = self._left_out(group, first * self._block_size)
             seen = [block for block in range(first) if block not in left_out]
@@ -124,6 +146,7 @@ class CacheGroups:
             before = {block: pages[0].block_id for block, pages in found.items() if pages}
             self._pool.touch([self._pool.blocks[page] for page in before.values()])
             reserved.before.append(before)
+
         for group in self.others:
             left_out = self._left_out(group, num_tokens)
             new = _both(range(first, left_out.stop), left_out)
@@ -131,11 +154,14 @@ class CacheGroups:
             reserved.scratch.append(
                 {block: page.block_id for block, page in zip(new, pages, strict=True)}
             )
+
         return reserved
 
     def keep(self, reserved: Reserved, request: Any) -> None:
-        """Let what was recovered into blocks that the request's tables leave out be found by its
-        hashes, as what vLLM computes and leaves behind is."""
+        """Let vLLM find recovered blocks that the request's tables leave out.
+
+        They get the request's block hashes, as blocks that vLLM itself computes and drops do.
+        """
         for group, scratch in zip(self.others, reserved.scratch, strict=True):
             first = min(scratch, default=0)
             self._pool.cache_full_blocks(
@@ -149,14 +175,16 @@ class CacheGroups:
             )
 
     def release(self, reserved: Reserved) -> None:
-        """Give it back."""
+        """Release the reserved pages."""
         pages = [page for part in (*reserved.before, *reserved.scratch) for page in part.values()]
         self._pool.free_blocks([self._pool.blocks[page] for page in pages])
         reserved.before, reserved.scratch = [], []
 
     def trim(self, request_id: str, num_tokens: int) -> None:
-        """Give back the last blocks of a request, that so many tokens do not need and nobody knows
-        by a hash yet."""
+        """Free the last blocks of a request that `num_tokens` tokens do not need.
+
+        These blocks have no block hash yet.
+        """
         needed = -(-num_tokens // self._block_size)
         for manager in self._managers:
             blocks = manager.req_to_blocks[request_id]
@@ -166,8 +194,10 @@ class CacheGroups:
     def tables(
         self, block_ids: Sequence[Sequence[int]], reserved: Reserved
     ) -> tuple[np.ndarray, ...]:
-        """Block tables of a prompt, int64 [b] by group, the main one first: vLLM's, completed by
-        what is reserved."""
+        """Return the block tables of a prompt, int64 [b] by group, the main one first.
+
+        Reserved pages fill the places that vLLM's tables leave out.
+        """
         tables = [np.array(block_ids[self.main], np.int64)]
         for group, before, scratch in zip(
             self.others, reserved.before, reserved.scratch, strict=True
@@ -180,11 +210,13 @@ class CacheGroups:
         return tuple(tables)
 
     def pages_of(self, block_ids: Iterable[Iterable[int]]) -> set[int]:
-        """All pages of a request, whatever the group."""
+        """Return the pages of a request in all groups."""
         return {page for table in block_ids for page in table}
 
     def _left_out(self, group: int, num_tokens: int) -> range:
-        """Blocks that the table of a request leaves out when so many tokens are computed."""
+        """Return the blocks that a request's table leaves out once `num_tokens` tokens are
+        computed.
+        """
         skipped, spec = (
             int(self._managers[group].get_num_skipped_tokens(num_tokens)),
             self._specs[group],
@@ -197,5 +229,5 @@ class CacheGroups:
 
 
 def _both(some: range, others: range) -> range:
-    """What is in both."""
+    """Return the intersection of two ranges."""
     return range(max(some.start, others.start), min(some.stop, others.stop))

@@ -1,5 +1,7 @@
-"""Settings of vLLM beside which reuse cannot be, and why. Needs no vLLM: they are checked before
-its import."""
+"""vLLM settings that exclude reuse, with reasons.
+
+This module does not import vLLM, since the settings are checked before vLLM is imported.
+"""
 
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -15,7 +17,7 @@ PARALLEL = {
 }
 FP8_NAMES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 READABLE = ("auto", "float16", "bfloat16", *FP8_NAMES)
-# what the names of other dtypes begin or end with -> why they cannot be read or written here
+# part of another dtype's name -> reason why it cannot be read or written
 _OTHERS = {
     "per_token_head": (
         "each token of each head has a scale of its own, which lies among the numbers"
@@ -27,11 +29,10 @@ _OTHERS = {
 
 
 def parallel_reasons(parallel: Any) -> Iterator[str]:
-    """Why a model cannot be split over processes in this way.
+    """Yield reasons why a model cannot be split over processes in this way.
 
     Args:
-        parallel: vLLM's `ParallelConfig`, or parsed arguments, which call its fields by the same
-            names.
+        parallel: vLLM's `ParallelConfig`, or parsed arguments with fields of the same names.
     """
     for name, reason in PARALLEL.items():
         if (size := getattr(parallel, name, 1)) > 1:
@@ -39,10 +40,10 @@ def parallel_reasons(parallel: Any) -> Iterator[str]:
 
 
 def cache_dtype_reasons(cache_dtype: str, skipped_layers: Collection[str]) -> Iterator[str]:
-    """Why keys and values of this dtype cannot be moved.
+    """Yield reasons why keys and values of this dtype cannot be read or written.
 
     Args:
-        skipped_layers: those whose keys and values have another dtype.
+        skipped_layers: layers whose keys and values have another dtype.
     """
     if cache_dtype not in READABLE:
         why = next(why for name, why in _OTHERS.items() if name in cache_dtype)

@@ -1,5 +1,7 @@
-"""Entry point in `vllm.general_plugins`: vLLM calls it in every process, used or not, perhaps more
-than once."""
+"""Entry point of `vllm.general_plugins`.
+
+vLLM calls it in every process, perhaps more than once, even if KVGraft is not used.
+"""
 
 import logging
 
@@ -7,7 +9,7 @@ _THEIRS = logging.getLogger("vllm")
 
 
 class _AsVllm(logging.Handler):
-    """Has the handlers of vLLM's logger print a record, however and whenever that is configured."""
+    """Pass records to the handlers of vLLM's logger, as they are configured at that time."""
 
     def emit(self, record: logging.LogRecord) -> None:
         for handler in _THEIRS.handlers if _THEIRS.isEnabledFor(record.levelno) else ():
@@ -16,7 +18,7 @@ class _AsVllm(logging.Handler):
 
 
 def log_as_vllm() -> None:
-    """Print what we log where vLLM prints, at its level, from INFO on."""
+    """Log where vLLM logs, at its level, from INFO on."""
     ours = logging.getLogger("kvgraft")
     if not any(isinstance(handler, _AsVllm) for handler in ours.handlers):
         ours.addHandler(_AsVllm())
@@ -24,8 +26,11 @@ def log_as_vllm() -> None:
 
 
 def register() -> None:
-    """Make connector and model classes known by name, let vLLM print what we log, and end engines
-    and workers whose parent is gone. Imports nothing heavy: they load when they are asked for."""
+    """Register connector and model classes by name, set up logging, and watch the parent process.
+
+    Engines and workers end when their parent is gone. Nothing heavy is imported: the classes load
+    when they are needed.
+    """
     from vllm import ModelRegistry
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -33,13 +38,16 @@ def register() -> None:
 
     log_as_vllm()
     end_with_parent()
+
     for family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
         ModelRegistry.register_model(
             f"KVGraftByHead{family}ForCausalLM", f"kvgraft.vllm.heads.model:{family}ByHead"
         )
+
     try:
         KVConnectorFactory.register_connector(
             "KVGraftConnector", "kvgraft.vllm.connector", "KVGraftConnector"
         )
-    except ValueError:  # registered by an earlier call in this process
+    # An earlier call in this process has registered it.
+    except ValueError:
         return

@@ -303,8 +303,8 @@ class VllmPrefill(PagedPrefill):
     ) -> bool:
         """Return True if one forward pass of the model can compute these layers.
 
-        Nothing may have to run in between: neither other work of vLLM, nor the KV of later chunks
-        that would be spread in an earlier layer.
+        The step's budget must cover the pass. With spreading there must be a single chunk, because
+        a layer needs the KV of all chunks before it spreads changes.
         """
 
         every = list(range(self.num_layers))

@@ -1,5 +1,4 @@
-"""Prometheus metrics under `kvgraft:`; they travel with vLLM's own statistics, one payload per
-scheduler step."""
+"""Prometheus metrics under `kvgraft:`, sent with vLLM's own statistics once per scheduler step."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,8 +21,8 @@ class Metric:
     """A metric with at most one label of its own, besides vLLM's `model_name` and `engine`.
 
     Attributes:
-        values: of the label, which are shown as 0 from the start: `increase()` sees no first event
-            otherwise.
+        values: label values that are exported as 0 from the start, since `increase()` would miss
+            the first event otherwise.
     """
 
     kind: type[Counter] | type[Gauge] | type[Histogram]
@@ -115,20 +114,22 @@ BUCKETS = (
 
 
 class Stats(KVConnectorStats):
-    """What happened since the last payload: `data[metric][label value]` is a count, a level, or a
-    list of seconds."""
+    """Metrics since the last payload.
+
+    `data[metric][label value]` is a count, a level or a list of seconds.
+    """
 
     def add(self, metric: str, label: str = "", amount: float = 1) -> None:
-        """Count something."""
+        """Add to a counter."""
         counts = self.data.setdefault(metric, {})
         counts[label] = counts.get(label, 0) + amount
 
     def observe(self, metric: str, label: str, seconds: float) -> None:
-        """One observation of a histogram."""
+        """Add one observation to a histogram."""
         self.data.setdefault(metric, {}).setdefault(label, []).append(seconds)
 
     def level(self, metric: str, label: str, value: float) -> None:
-        """What a gauge shows now."""
+        """Set a gauge."""
         self.data.setdefault(metric, {})[label] = value
 
     def reset(self) -> None:
@@ -138,7 +139,7 @@ class Stats(KVConnectorStats):
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> "Stats":
-        """Add another payload; of a level the newer one counts."""
+        """Add another payload. For gauges the newer value counts."""
         for metric, values in other.data.items():
             for label, value in values.items():
                 mine = self.data.setdefault(metric, {})
@@ -150,7 +151,7 @@ class Stats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One number for each metric and label, for vLLM's log line: histograms as their mean."""
+        """Return one number per metric and label for vLLM's log line; histograms as their mean."""
         return {
             f"{metric.removeprefix('kvgraft:')}{f'[{label}]' if label else ''}": (
                 sum(value) / len(value) if isinstance(value, list) else value
@@ -160,7 +161,7 @@ class Stats(KVConnectorStats):
 
 
 class PromMetrics(KVConnectorPromMetrics):
-    """Registers the metrics and feeds them from the payloads."""
+    """Register the metrics with Prometheus and update them from payloads."""
 
     def __init__(
         self,
@@ -197,8 +198,7 @@ class PromMetrics(KVConnectorPromMetrics):
 
 
 def _unregister() -> None:
-    """Forget an earlier engine's metrics, as vLLM forgets its own when a process makes another
-    engine."""
+    """Unregister the metrics of an earlier engine in this process, as vLLM does with its own."""
     for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "").startswith("kvgraft:"):
             REGISTRY.unregister(collector)
