@@ -1,5 +1,5 @@
-"""One decode step of the native engine: a token of every running sequence, dense or as its flow
-says."""
+"""One decode step of the native engine: one token of every running sequence, with dense attention
+or by its flow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,10 +25,11 @@ def decode(
     sequences: Sequence[SequenceState],
     followed: Sequence[Followers],
 ) -> Tensor:
-    """Logits [b, V] after the last token of each, which is computed and written to the pool.
+    """Compute the last token of each sequence, write its KV to the pool, and return logits [b, V]
+    after it.
 
     Args:
-        followed: what `flows.follow` says of the sequences.
+        followed: result of `flows.follow` for these sequences.
     """
     numbers = numbers_of(cache, sequences, len(sequences), num_blocks(cache, sequences))
     step = StepInputs.of(cache, upload(cache.keys.device, numbers)[0], len(sequences))
@@ -45,10 +46,10 @@ def decode(
 def last_hidden(
     decoder: Decoder, attention: "StepAttention", step: "StepInputs", length: int
 ) -> Tensor:
-    """Hidden states [b, D] that leave the last layer; keys and values are written to the pool.
+    """Return hidden states [b, D] that leave the last layer; write keys and values to the pool.
 
     Args:
-        length: above all positions.
+        length: greater than all positions.
     """
     cos, sin = decoder.config.rope.fresh_table(step.positions, length)
     cache, slots = attention.cache, step.rows.query_slots
@@ -62,22 +63,22 @@ def last_hidden(
 
 
 def num_blocks(cache: KVCache, sequences: Sequence[SequenceState]) -> int:
-    """Blocks of the longest, with the next token of each."""
+    """Blocks of the longest sequence, including its next token."""
     return max(sequence.num_computed for sequence in sequences) // cache.block_size + 1
 
 
 def longest(sequences: Sequence[SequenceState]) -> int:
-    """Above the positions of the next tokens."""
+    """One more than the greatest position of the next tokens."""
     return max(sequence.num_computed + sequence.num_dropped for sequence in sequences) + 1
 
 
 def numbers_of(
     cache: KVCache, sequences: Sequence[SequenceState], rows: int, blocks: int
 ) -> Tensor:
-    """All that a step needs to know of the next token of each sequence, int64 [n] on the CPU, as
-    `StepInputs` has it.
+    """Pack all numbers that a step needs about the next token of each sequence, int64 [n] on the
+    CPU, for `StepInputs`.
 
-    Rows behind the last sequence are padding, which sees nothing and is written nowhere.
+    Rows behind the last sequence are padding: they see nothing and are not written.
     """
     count, num_lists, size = len(sequences), cache.layout.num_lists, cache.block_size
     own = np.zeros((2, rows), np.int64)  # tokens, positions
@@ -96,12 +97,12 @@ def numbers_of(
 
 @dataclass(frozen=True, eq=False)
 class StepInputs:
-    """What changes from one step to the next, on the device.
+    """Inputs that change from one step to the next, on the device.
 
     Attributes:
-        tokens: int64 [b], whose keys and values are computed.
+        tokens: int64 [b], tokens whose keys and values are computed.
         positions: int64 [b], of the tokens in their texts.
-        rows: where they lie in the pool.
+        rows: where the tokens lie in the pool.
     """
 
     tokens: Tensor
@@ -110,7 +111,7 @@ class StepInputs:
 
     @classmethod
     def of(cls, cache: KVCache, numbers: Tensor, rows: int) -> "StepInputs":
-        """What `numbers_of` packed for so many rows."""
+        """Unpack the result of `numbers_of` for `rows` rows."""
         num_lists = cache.layout.num_lists
         sizes = [rows, rows, rows, num_lists * rows]
         tokens, positions, places, slots, pages = numbers.split([*sizes, len(numbers) - sum(sizes)])
@@ -124,7 +125,7 @@ class StepInputs:
 
 @dataclass(frozen=True, eq=False)
 class StepAttention:
-    """The attention of a step: of some sequences as their flows say, of all others dense.
+    """The attention of a step: by their flow for some sequences, dense for all others.
 
     Attributes:
         batches: of sequences that follow flows.
@@ -138,7 +139,7 @@ class StepAttention:
     scale: float
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
-        """Queries [b, Hq, d] -> [b, Hq, d], of keys and values in the pool."""
+        """Queries [b, Hq, d] -> attention output [b, Hq, d] over keys and values in the pool."""
         sparse = tuple(
             batch for batch in self.batches if layer not in batch.indexer.program.flow.layers_skip
         )
@@ -165,7 +166,8 @@ class StepAttention:
 
     @memoised
     def _others(self, batches: tuple[FlowBatch, ...]) -> tuple[tuple[int, ...], Tensor]:
-        """Sequences that are in none of the batches, and the same beside the pool."""
+        """Sequences that are in none of the batches, as numbers and as a tensor on the pool's
+        device."""
         taken = {number for batch in batches for number in batch.numbers}
         others = tuple(number for number in range(len(self.layout.contexts)) if number not in taken)
         return others, upload(self.cache.keys.device, torch.tensor(others, dtype=torch.int64))[0]

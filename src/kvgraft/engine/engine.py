@@ -63,57 +63,58 @@ class Engine:
         dtype: `float32`, `bfloat16`, `float16`; None keeps the stored one.
         device: a torch device, such as `cpu` or `cuda`.
         block_size: tokens in a block, the unit of matching.
-        kv_gib: memory of the KV pool in GiB, though never more than eight prompts of the full
-            length need.
+        kv_gib: memory of the KV pool in GiB. The pool never takes more than eight prompts of the
+            full length need.
         num_pages: blocks in the KV pool, instead of `kv_gib`.
-        max_length: prompt and answer together; None is the model's own limit.
-        policy: for requests that name none; None takes that of the profile, or else `spread`.
-        profile: what `kvgraft calibrate` has written; None takes `policy.json` of the model
+        max_length: tokens of prompt and answer together; None is the model's own limit.
+        policy: policy of requests that name none. None takes the policy of the profile, or `spread`
+            without a profile.
+        profile: file that `kvgraft calibrate` has written. None takes `policy.json` of the model
             directory, if there is one.
-        policies: others that requests may name; what they need (`match`, `residual_layers`) is kept
-            from the start.
-        flow: likewise, how decode steps attend (`quest`, `quest:topk_blocks=64`, `my.py`, a
-            `Flow`); None is dense. The caches of a flow come on top of the KV pool.
-        max_prefill_tokens: prompt tokens that one step may take up, and of which a longer prompt is
-            computed at a time.
+        policies: other policies that requests may name. The engine prepares what they need
+            (`match`, `residual_layers`) from the start.
+        flow: sparse attention of decode steps for requests that name none (`quest`,
+            `quest:topk_blocks=64`, `my.py`, a `Flow`); None is dense. The caches of a flow need
+            memory in addition to the KV pool.
+        max_prefill_tokens: prompt tokens that one step may compute. A longer prompt is computed in
+            chunks of this size.
         head_map: classes of the KV heads, for policies that work head by head: a map, or the path
-            of one; None takes `heads.json` of the model directory, if there is one (`kvgraft
+            of one. None takes `heads.json` of the model directory, if there is one (`kvgraft
             profile-heads` makes it).
         head_paging: keep only sinks and a window of local heads, in prefill and decode. Answers
             then are those of the sparser model that the map describes.
-        match: `exact`, or `similar` (`similar:tau=0.7`): also find text that is known but for
-            edits; None is what the policies want.
-        residual_layers: layers of which the residual stream that enters them is kept beside keys
-            and values, beside those that the policies need.
-        continuation: let prompts go on with the KV of earlier ones that they begin with, grafts and
-            all; what is not exact in it is recovered where it is, as far as the policy sees fit.
-        max_depth: of what is grafted from: 0 is exact KV, d + 1 what was computed over grafts of
-            depth d. No limit by default: docs/results/endless.md.
-        costs: by which it is decided what to graft: `measured` when the engine starts, `tokens`, or
-            those of a file (`kvgraft profile-costs` writes it); None grafts all that is known.
-        exactness_weight: what it is worth that KV is exact, as a share of what computing it costs,
-            see `CostModel`.
-        require_clean_context: graft only text that stood at the beginning of what it was read in,
-            so that it carries no other text's context.
+        match: `exact`, or `similar` (`similar:tau=0.7`) to find near-duplicates, too. None takes
+            what the policies need.
+        residual_layers: layers whose input residual stream is cached with keys and values, in
+            addition to the layers that the policies need.
+        continuation: let a prompt that begins with an earlier prompt reuse all of its KV, including
+            approximate blocks. The policy may recompute grafted tokens of those blocks in place.
+        max_depth: greatest depth of KV that prompts graft from: 0 is exact KV, d + 1 was computed
+            over grafts of depth d. No limit by default: docs/results/endless.md.
+        costs: costs that decide what to graft: `measured` when the engine starts, `tokens`, or the
+            path of a file (`kvgraft profile-costs` writes it). None grafts all text that is known.
+        exactness_weight: how strongly to prefer exact KV, from 0 to 1, as a share of the cost of
+            computing it; see `CostModel`.
+        require_clean_context: graft only text that stood at the beginning of the prompt in which it
+            was computed, so that its KV depends on no other text.
         anchors: strings that begin a segment wherever they occur in a text prompt, such as
-            `\nThought:`; segments are tokenised on their own, so that their token ids never depend
+            `\nThought:`. Segments are tokenised on their own, so that their token ids never depend
             on their neighbours.
         pad_segments: pad explicit segments to block borders with the tokenizer's pad token (SparseX
             4.5).
         watermark, pin_capacity: shares of the pool, see `PinnedDocuments`.
-        store: tiers below the KV pool, in host memory and on disk: exact blocks go there as they
-            are computed, and come back. Use the engine as a context manager, or `close` it, to have
-            all of it written.
-        document_gib: host memory for documents that were read on their own, for policies that keep
-            a part of them.
+        store: tiers below the KV pool, in host memory and on disk. Exact blocks are written there
+            and restored later. Use the engine as a context manager, or `close` it, so that all
+            blocks are written.
+        document_gib: host memory in GiB for documents that were read on their own, for policies
+            that keep a part of them.
         stable_layers: for these policies, the layers that agree on what is important (SamKV,
-            Appendix A.2); None takes `layers.json` of the model directory (`kvgraft profile-layers`
-            makes it) or else the last eighth.
-        enforce_eager: on CUDA, launch every operation of a decode step by itself; else steps are
-            captured in CUDA graphs, which take memory of their own. `engine.scheduler.steps.counts`
-            tells how steps were run.
+            Appendix A.2). None takes `layers.json` of the model directory (`kvgraft profile-layers`
+            makes it), or the last eighth of the layers.
+        enforce_eager: on CUDA, launch every operation of a decode step by itself. Otherwise steps
+            are captured in CUDA graphs, which take memory of their own.
+            `engine.scheduler.steps.counts` counts how steps were run.
         poison_dropped_pages: fill dead pages with NaN (tests).
-
     Raises:
         FileNotFoundError, UnsupportedModel, ValueError: the model or an argument cannot be used;
             the message says why.
@@ -212,8 +213,8 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Write what the store has not written yet, and let it go: then the engine answers no more
-        if it has one."""
+        """Write all pending blocks to the store and close it. An engine with a store cannot serve
+        afterwards."""
         if self.store is not None:
             self.store.close()
 
@@ -234,20 +235,19 @@ class Engine:
         return [results[index] for index in range(len(requests))]
 
     def stream(self, requests: Prompts) -> Iterator[Event]:
-        """As `generate`, but yields each piece of text as soon as it is certain. Closing the
-        iterator aborts."""
+        """Answer all requests like `generate`, but yield each piece of text as soon as it is final.
+        Closing the iterator aborts the requests."""
         sequences = [
             self._sequence(index, request) for index, request in enumerate(as_requests(requests))
         ]
         return self.scheduler.run(sequences)
 
     def prefill(self, request: Prompt, path: str | Path) -> Report:
-        """Compute a prompt and the first token of its answer; another engine goes on from the file
-        (`resume`).
+        """Compute a prompt and the first token of its answer, and write them to a file. Another
+        engine continues from the file (`resume`).
 
         Raises:
-            RequestError: a request that can never be served, or whose answer ends with its first
-                token.
+            RequestError: the request can never be served, or its answer ends with its first token.
         """
         sequence = self._sequence(0, request)
         self.scheduler.submit([sequence])
@@ -265,9 +265,10 @@ class Engine:
         return sequence.report
 
     def resume(self, path: str | Path) -> Result:
-        """Finish what `prefill` of an engine with the same model and head classes has begun; the
-        result is the whole answer. Nothing of it is found by other requests. Sampling with a seed
-        does not draw as it would have there.
+        """Finish a request that `prefill` of an engine with the same model and head classes began.
+
+        The result holds the whole answer. Other requests find nothing of it. Sampling with a seed
+        draws other tokens than it would have drawn in the first engine.
 
         Raises:
             FileNotFoundError, ValueError: the file cannot be used; the message says why.
@@ -293,8 +294,10 @@ class Engine:
         return last.result
 
     def occupy(self, requests: Prompts) -> list[SequenceState]:
-        """Sequences that run as if their prompts had been computed, on whatever their pages hold:
-        for who times decode steps. `scheduler.abort` lets them go.
+        """Return sequences that run as if their prompts had been computed, over arbitrary page
+        contents.
+
+        Benchmarks of decode steps use it. `scheduler.abort` ends the sequences.
 
         Raises:
             RequestError, PoolExhausted: they cannot be served, or do not fit.
@@ -327,8 +330,10 @@ class Engine:
         return self.pins.insert(name, request.namespace, self.memory.lookup.payload(pages))
 
     def read_documents(self, prompt: Prompt) -> int:
-        """Read the segments of a prompt on their own, if its policy keeps a part of them, as a
-        request does with those that it does not find; returns how many were new.
+        """Compute the segments of a prompt on their own, if its policy keeps a part of them.
+
+        A request does the same for documents that the library does not have. Returns the number of
+        new documents.
 
         Raises:
             RequestError: the prompt can never be served.
@@ -336,9 +341,11 @@ class Engine:
         return self.scheduler.read_documents(self._sequence(0, prompt))
 
     def idle_refresh(self, max_tokens: int) -> int:
-        """Read text on its own, exactly, that is known only approximately and has been grafted, the
-        most used first; prompts prefer it from then on. Returns how many tokens were computed, at
-        most max_tokens; none while requests run.
+        """Recompute text exactly that is known only approximately and has been grafted, the most
+        used first.
+
+        Later prompts prefer the exact KV. Returns the number of tokens computed, at most
+        max_tokens. Computes nothing while requests run.
 
         Raises:
             ValueError: max_tokens is below 0.
@@ -355,8 +362,8 @@ class Engine:
         return num_read
 
     def clear_cache(self) -> None:
-        """Forget everything that has been read, except what running requests, the pinned documents
-        and the store hold."""
+        """Forget everything that is cached, except what running requests, pinned documents and the
+        store hold."""
         self.library.store.clear()
         self.memory.pool.clear()
         self.index.segments.blocks.discard_stale()
@@ -368,12 +375,12 @@ class Engine:
         self.memory.pool.check([*tables, *(entry.pages for entry in self.pins.list())])
 
     def scope_of(self, namespace: str) -> bytes:
-        """The scope of what this model reads in a namespace, in the index and in the store:
+        """Return the scope of a namespace for this model, in the index and in the store:
         `scope_digest`."""
         return scope_digest(self._model, namespace)
 
     def token_ids(self, request: Request) -> list[int]:
-        """The tokens of a prompt, as this engine would read it.
+        """Return the token ids of a prompt as this engine would read it.
 
         Raises:
             ValueError: it can never be served; the message says why.
@@ -426,7 +433,7 @@ def _check_options(
     *,
     enforce_eager: bool,
 ) -> None:
-    """Raise ValueError for one that cannot be."""
+    """Raise ValueError for an option that is out of range."""
     require_at_least("block_size", block_size, 1)
     require_at_least("max_prefill_tokens", max_prefill_tokens, 1)
     require_at_least("max_depth", max_depth, 0)
@@ -435,7 +442,8 @@ def _check_options(
 
 
 def _length(given: int | None, most: int) -> int:
-    """Positions of the longest sequence; ValueError if the model does not have as many."""
+    """Return the length of the longest sequence in tokens; ValueError if the model has fewer
+    positions."""
     length = given or most
     if not 1 < length <= most:
         raise ValueError(f"max_length {given} is not in 2..{most}, the positions of this model")

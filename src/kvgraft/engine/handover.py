@@ -1,8 +1,9 @@
-"""Prefill in one engine, decode in another: what crosses the boundary, as a safetensors file
-(RedKnot, section 5.5).
+"""Prefill in one engine, decode in another: KV is handed over as a safetensors file (RedKnot,
+section 5.5).
 
-A head sends what its next query can see: everything, or, in a cache by head classes, the sinks and
-the window."""
+A head sends the tokens that its next query can see. That is every token or, in a cache by head
+classes, the sinks and the window.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +20,14 @@ from kvgraft.kernels.layout import in_window
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.heads import StreamLayout
 
-# names of the cache's pools; of latent attention there is only the first
+# Names of the cache's pools. Latent attention has only the first.
 _POOLS = ("keys", "values")
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a payload is. `model` names checkpoint, dtype and head classes; `first_token` is the
-    first of the answer, `forced_output` what the request forced of it; `num_dropped` tokens of the
-    prompt were not kept."""
+    """Metadata of a payload. `model` names checkpoint, dtype and head classes; `first_token` is the
+    first of the answer; `forced_output` is that of the request; `num_dropped` tokens of the prompt
+    were not kept."""
 
     model: str
     prompt: tuple[int, ...]
@@ -37,21 +38,22 @@ class Header(msgspec.Struct, frozen=True):
 
     @property
     def num_held(self) -> int:
-        """Tokens of the prompt that the payload has KV of."""
+        """Number of prompt tokens whose KV the payload holds."""
         return len(self.prompt) - self.num_dropped
 
 
 @dataclass(frozen=True)
 class Payload:
-    """A prompt that has been computed elsewhere: what each pool of the cache holds of it, by page
-    list, [streams, tokens sent, d]."""
+    """A prompt that was computed elsewhere. `pools` holds, for each pool of the cache and each page
+    list, a tensor [streams, tokens sent, d]."""
 
     header: Header
     pools: list[list[Tensor]]
 
 
 def save_payload(path: Path, sequence: SequenceState, cache: KVCache, model: str) -> None:
-    """Write what a sequence that has its first token needs to go on elsewhere."""
+    """Write the KV and state with which another engine continues a sequence that has its first
+    token."""
     prompt, request = tuple(sequence.prompt.tolist()), sequence.request
     header = Header(
         model,
@@ -107,7 +109,7 @@ def load_payload(path: Path, cache: KVCache, model: str) -> Payload:
 
 
 def put_payload(payload: Payload, sequence: SequenceState, cache: KVCache) -> None:
-    """Write a payload into the pages of a sequence that has them."""
+    """Write a payload into the pages of an admitted sequence."""
     for page_list, parts in enumerate(zip(*payload.pools, strict=True)):
         slots = sequence.pages.slots[
             page_list, _sent(cache.layout, page_list, payload.header.num_held)
@@ -117,7 +119,7 @@ def put_payload(payload: Payload, sequence: SequenceState, cache: KVCache) -> No
 
 
 def _sent(layout: StreamLayout, page_list: int, num_tokens: int) -> Tensor:
-    """Positions of a prompt that the next query sees in a list: int64 [t]."""
+    """Positions of a prompt that the next query sees in a page list: int64 [t]."""
     here = torch.arange(num_tokens)
     return (
         here[in_window(here, torch.tensor(num_tokens), layout.sinks, layout.window)]

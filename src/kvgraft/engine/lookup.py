@@ -1,5 +1,5 @@
-"""What is cached of a prompt: exact prefix blocks, text that can be grafted, what local heads still
-hold of both."""
+"""Cache lookup for a prompt: exact prefix blocks, text that can be grafted, and local heads' pages
+of both."""
 
 import os
 from collections.abc import Collection, Iterable
@@ -21,19 +21,20 @@ from kvgraft.reuse.retention import GraftedBlockRetention, is_copied
 from kvgraft.segments.keys import chain_hashes
 from kvgraft.segments.matches import Match, in_blocks
 
-KEY_BYTES = 32  # of approximate blocks in the prefix cache: no content has such a key
+# Approximate blocks have random keys of this size in the prefix cache; no content hashes to them.
+KEY_BYTES = 32
 
 
 @dataclass(frozen=True)
 class Reuse:
-    """What a sequence takes of what is cached.
+    """Cached content that a sequence reuses.
 
     Attributes:
         hits: block -> page of the first list, exact or `continued`.
-        matches: what is grafted.
-        estimate: by which that was decided, if it was.
-        copied: hit blocks whose local pages are copied: those that local heads see.
-        continued: hits that are not exact, and that the prompt goes on with as they stand.
+        matches: text that is grafted.
+        estimate: cost estimate behind the choice of matches; None without a cost model.
+        copied: hit blocks whose local pages are copied, since local heads see them.
+        continued: approximate hits that the prompt continues from unchanged.
     """
 
     hits: dict[int, int]
@@ -44,7 +45,7 @@ class Reuse:
 
     @property
     def sources(self) -> np.ndarray:
-        """Pages that are grafted from, each once, ascending: int64 [n]."""
+        """Distinct pages that are grafted from, ascending: int64 [n]."""
         return np.unique(
             np.concatenate([np.zeros(0, np.int64), *(match.pages for match in self.matches)])
         )
@@ -54,9 +55,9 @@ class CacheLookup:
     """Content of a page pool by its tokens.
 
     Args:
-        index: what can be grafted.
-        continuation: whether prompts go on with approximate blocks of earlier ones.
-        cost_model: decides what is grafted; None: all that can be.
+        index: index of text that can be grafted.
+        continuation: whether prompts continue from approximate blocks of earlier prompts.
+        cost_model: decides what is grafted; None grafts all matches.
     """
 
     def __init__(
@@ -82,8 +83,11 @@ class CacheLookup:
         self.copies = GraftedBlockRetention(pool)
 
     def find(self, sequence: SequenceState, grafts: bool) -> Reuse:
-        """What is cached of a prompt. Grafts need every list whole, full recomputation only what
-        local heads see."""
+        """Return the cached content that a prompt can reuse.
+
+        Grafts need complete pages in every list. Full recomputation needs only the pages that local
+        heads see.
+        """
         chains = self._chains(sequence)
         known = self._exact_hits(chains)
         if not self.layout.num_local_lists:
@@ -106,7 +110,8 @@ class CacheLookup:
         if matches:
             return Reuse(whole, matches, estimate, list(whole))
         layout, size, hits, copied = self.layout, self.pool.block_size, {}, []
-        computed = (sequence.num_prompt - 1) // size  # the first block known to be computed
+        # Walk backwards: `computed` is the first block that this prompt must compute.
+        computed = (sequence.num_prompt - 1) // size
         for block in range(computed - 1, -1, -1):
             seen = bool(layout.seen(np.array(block), computed * size, size))
             if block not in known or (seen and block not in whole):
@@ -117,12 +122,14 @@ class CacheLookup:
         return Reuse(dict(reversed(hits.items())), [], estimate, copied)
 
     def offer(self, sequence: SequenceState) -> None:
-        """Let others find the full blocks that the sequence has computed since the last offer.
+        """Register the full blocks that the sequence has computed since the last call, so that
+        others find them.
 
         Exact blocks become prefix blocks and virtual blocks. Blocks that hold or follow grafted KV
-        are approximate: no prefix lookup ever finds them, only prompts that go on with all of it
-        do, and they are virtual blocks up to the depth that the configuration allows. Of a prompt
-        whose documents were kept in part nothing is offered."""
+        are approximate: no prefix lookup finds them. Only prompts that begin with the whole text
+        continue from them, and they are virtual blocks up to the depth that the configuration
+        allows. Nothing is registered of a prompt whose documents were kept in part.
+        """
         size, first = self.pool.block_size, sequence.offer.num_registered
         stop = sequence.num_computed // size
         if not sequence.request.remember or sequence.documents or stop <= first:
@@ -141,20 +148,20 @@ class CacheLookup:
         self.index.offer(sequence.offer, tokens, pages[0, :stop], depths)
 
     def leave(self, sequence: SequenceState) -> None:
-        """The sequence gives its pages back: those are noted that only prompts want which go on
-        with it."""
+        """Note, before a sequence releases its pages, which of them only prompts that continue from
+        it can use."""
         if sequence.continuation_keys:
             stop = sequence.offer.num_registered
             is_copy = is_copied(sequence.admitted_plan, sequence.depths(stop), self.index.max_depth)
             self.copies.add(sequence.pages.pages[0, :stop].tolist(), is_copy)
 
     def make_room(self) -> None:
-        """Give up copies that take the place of what is wanted more."""
+        """Release grafted copies that occupy room for pages in greater demand."""
         self.copies.learn(self.continuations.take_lost(), self.index.take_lost())
         self.copies.trim()
 
     def learn(self, sequence: SequenceState, num_computed: float) -> None:
-        """A pass over a sequence has computed as much as so many tokens in all layers."""
+        """Update the cost model after a pass that computed `num_computed` tokens in all layers."""
         plan = sequence.admitted_plan
         if self.cost_model is not None:
             num_new = int(plan.fresh.sum())
@@ -163,7 +170,7 @@ class CacheLookup:
             )
 
     def source_slots(self, plan: Plan) -> Tensor:
-        """Where the grafted tokens of a plan lie now, in every list: int64 [lists, g], -1 where a
+        """Current slots of the grafted tokens of a plan in every list: int64 [lists, g], -1 where a
         list has lost one."""
         page, offset = np.divmod(plan.graft_sources.numpy(), self.pool.block_size)
         pages = np.vstack((page[None], self.local_pages.of(page).T))  # [lists, g]
@@ -171,7 +178,8 @@ class CacheLookup:
         return torch.from_numpy(np.ascontiguousarray(slots))
 
     def find_prefix(self, tokens: list[int], scope: bytes) -> list[int]:
-        """Pages of the leading full blocks of a token sequence, as far as they are cached."""
+        """Return the pages of the leading full blocks of a token sequence, up to the first that is
+        not cached."""
         pages = []
         for page in self.pool.lookup_all(
             chain_hashes(np.array(tokens, np.int64), self.pool.block_size, scope)
@@ -182,24 +190,27 @@ class CacheLookup:
         return pages
 
     def payload(self, pages: list[int]) -> list[int]:
-        """What is kept of the first pages of a text: those pages, and of local heads the sinks and
-        the last window; but no local page that a running sequence is to give back."""
+        """Return the first pages of a text with the local pages of their sinks and last window.
+
+        Local pages that a running sequence holds are left out, since it will release them.
+        """
         blocks = np.arange(len(pages))
         seen = self.layout.seen(blocks, len(pages) * self.pool.block_size, self.pool.block_size)
         local = self.local_pages.of(np.array(pages, np.int64)[seen])
         return [*pages, *local[(local >= 0) & (self.pool.ref_counts[local] == 0)].tolist()]
 
     def _chains(self, sequence: SequenceState) -> list[bytes]:
-        """Keys of the blocks that a prompt may share; never of the last token's."""
+        """Keys of the blocks that a prompt may share. Its last token's block is never shared."""
         if not sequence.shares_prefix:
             return []
         return sequence.offer.chains(sequence.prompt[:-1], self.pool.block_size)
 
     def _exact_hits(self, chains: Iterable[bytes]) -> dict[int, int]:
-        """Block -> page of every block whose whole history is cached as it is.
+        """Map block -> page for every block whose whole history is cached.
 
-        A chained hash names a block together with all tokens before it, so a hit is exact behind a
-        gap, too."""
+        A chained hash names a block together with all tokens before it, so a hit behind a gap is
+        exact, too.
+        """
         return {
             block: page
             for block, page in enumerate(self.pool.lookup_all(chains))
@@ -209,8 +220,8 @@ class CacheLookup:
     def _continue(
         self, sequence: SequenceState, chains: list[bytes], hits: dict[int, int]
     ) -> Continued[bytes] | None:
-        """What an earlier prompt has left that this one begins with, beyond its exact beginning:
-        added to `hits`."""
+        """Find approximate blocks of an earlier prompt with which this one begins, behind its exact
+        blocks. Add them to `hits`."""
         num_exact = next((block for block in range(len(chains)) if block not in hits), len(chains))
         exactness_weight = self.cost_model.exactness_weight if self.cost_model else 0.0
         continued = self.continuations.find(
@@ -228,7 +239,8 @@ class CacheLookup:
     def _offer_continuation(
         self, sequence: SequenceState, chains: list[bytes], depths: np.ndarray
     ) -> None:
-        """Let prompts that begin with all of this sequence go on with its approximate blocks."""
+        """Let prompts that begin with all tokens of this sequence continue from its approximate
+        blocks."""
         if (
             not (self.continuation and (depths > 0).any() and sequence.shares_prefix)
             or self.layout.num_local_lists
@@ -240,7 +252,7 @@ class CacheLookup:
             if depths[block]:
                 self.pool.publish(int(sequence.pages.pages[0, block]), keys[-1])
         grafted = sequence.admitted_plan.grafted_blocks
-        # answers hold none
+        # Blocks of the answer hold no grafted tokens.
         is_grafted = np.pad(grafted, (0, len(depths)))[first : len(depths)].tolist()
         source = sequence.offer.source
         self.continuations.add(
@@ -250,7 +262,7 @@ class CacheLookup:
     def _matches(
         self, sequence: SequenceState, hit_blocks: Collection[int], *, approximate: bool = False
     ) -> tuple[list[Match], CostEstimate | None]:
-        """What is to be grafted, and by which estimate that was decided."""
+        """Return the matches to graft, and the cost estimate that chose them."""
         size, free = self.pool.block_size, np.ones(sequence.num_prompt, bool)
         in_blocks(free, size)[list(hit_blocks)] = False
         query = self.index.query(

@@ -1,4 +1,4 @@
-"""The pages of every sequence: admission, the windows of local heads, pins, what goes back."""
+"""Pages of every sequence: admission, windows of local heads, pins, and release."""
 
 import logging
 import time
@@ -21,12 +21,12 @@ NOTHING = Reuse({}, [], None, [])
 
 
 class Memory:
-    """Who holds which pages.
+    """Manager of the pages that sequences hold.
 
     Args:
-        max_prefill_tokens: of a prompt that are computed at a time, if nothing is grafted; rounded
+        max_prefill_tokens: tokens of a prompt without grafts that are computed at a time, rounded
             up to whole pages.
-        store: where content lies that left the pool.
+        store: tiers for content that left the pool.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class Memory:
         self.refresh = Refresh(lookup.index)
         self.store = store
         self.fallbacks: Counter[str] = Counter()
-        # graft sources, from the match to the copy
+        # Graft sources stay pinned from the match until they are copied.
         self._pinned: dict[SequenceState, list[int]] = {}
 
     def admit(self, sequence: SequenceState, *, idle: bool) -> bool:
         """Plan a sequence and reserve its pages; False if it must wait for pages.
 
         Sources are pinned before anything is allocated. When nothing else runs (`idle`), waiting
-        cannot help: then the grafts, whose sources hold pages, are given up (fallback
+        cannot help. Then the grafts, whose sources hold pages, are dropped (fallback
         `pool_pressure`).
 
         Raises:
@@ -79,7 +79,7 @@ class Memory:
         return True
 
     def offer(self, sequence: SequenceState, *, ended: bool = False) -> None:
-        """Let others reuse what the sequence has computed."""
+        """Let other requests reuse what the sequence has computed, and store it."""
         self.lookup.offer(sequence)
         if self.store is not None:
             self.store.keep(sequence, ended=ended)
@@ -88,7 +88,7 @@ class Memory:
         """Reserve pages for a sequence whose prompt was computed elsewhere.
 
         Raises:
-            PoolExhausted: not now.
+            PoolExhausted: it does not fit now.
         """
         reuse = NOTHING
         if not self._pin(sequence, reuse):
@@ -105,9 +105,11 @@ class Memory:
         self.settle(sequence)
 
     def reach(self, sequence: SequenceState, positions: np.ndarray) -> None:
-        """Have pages for positions int [n], ascending, which are computed next. Local heads give
-        back what nothing sees from there on when they need pages, and not before: so nobody else
-        can take them in between."""
+        """Allocate pages for positions int [n], ascending, which are computed next.
+
+        Local heads first release the pages that no later query sees. They do so only when they need
+        pages, so that no other sequence can take those in between.
+        """
         if not self.cache.layout.num_local_lists:
             return
         lists, blocks = sequence.pages, np.unique(positions // self.pool.block_size)
@@ -116,37 +118,38 @@ class Memory:
             lists.add_local(self.pool, blocks)
 
     def settle(self, sequence: SequenceState) -> None:
-        """The prompt has been computed: local heads keep what an answer needs."""
+        """Reduce the pages of local heads to those that an answer needs, after the prompt is
+        computed."""
         if self.cache.layout.num_local_lists:
             lists = sequence.pages
             lists.leave_behind(self.pool, sequence.num_computed)
             lists.settle(self.pool, self._num_local(lists.pages.shape[1]))
 
     def shorten(self, sequence: SequenceState, num_kept: int) -> None:
-        """The prompt has left only so many tokens in its pages: give back those behind them that
-        nothing needs."""
+        """Release the unneeded pages of a prompt of which only `num_kept` tokens remain in its
+        pages."""
         sequence.num_dropped = sequence.num_prompt - num_kept
         sequence.num_computed = num_kept
         self.pool.release(sequence.pages.shorten(-(-sequence.num_reserved // self.pool.block_size)))
 
     def drop_documents(self, sequence: SequenceState, reason: str) -> None:
-        """The sequence is computed in full, when it is admitted again."""
+        """Release the sequence, so that its next admission computes it in full."""
         self.release(sequence)
         sequence.documents, sequence.num_dropped = (), 0
         self.note_fallback(sequence, reason)
 
     def unpin_sources(self, sequence: SequenceState) -> None:
-        """The grafts have been copied (or are not wanted any more)."""
+        """Release the graft sources of a sequence, after they were copied or dropped."""
         self.pool.release(self._pinned.pop(sequence, []))
 
     def drop_grafts(self, sequence: SequenceState, reason: str) -> None:
-        """The sequence is recomputed in full: what it computes from here on is exact."""
+        """Plan full recomputation of the sequence: what it computes from here on is exact."""
         sequence.mark_approximate(sequence.continued, (), self.pool.block_size)
         self.note_fallback(sequence, reason)
         sequence.set_plan(sequence.admitted_plan.without_grafts())
 
     def release(self, sequence: SequenceState) -> None:
-        """Give all its pages back; it may be admitted again."""
+        """Release all pages of a sequence. It may be admitted again."""
         self.unpin_sources(sequence)
         if sequence.lists is not None:
             self.lookup.leave(sequence)
@@ -155,8 +158,8 @@ class Memory:
         sequence.offer.restart()
 
     def abandon(self, sequence: SequenceState) -> None:
-        """`release`, when its recovery has failed half way: nobody finds the pages that it has
-        rewritten in place."""
+        """Release a sequence whose recovery failed half way. Pages that it rewrote in place can no
+        longer be found."""
         plan, size = sequence.admitted_plan, self.pool.block_size
         in_place = plan.in_place[::size].numpy()
         pages = sequence.pages.pages[0, : len(in_place)][in_place].tolist()
@@ -164,8 +167,7 @@ class Memory:
         self.pool.forget(pages)
 
     def _find(self, sequence: SequenceState) -> Reuse:
-        """What is known of a prompt, with what comes back from the tiers below the pool, if there
-        is room for it."""
+        """Find cached content of a prompt. Restore stored blocks if there is room for them."""
         self.lookup.make_room()
         reuse = self.lookup.find(sequence, sequence.policy.uses_grafts)
         spare = self.pool.num_free - self._num_missing(sequence, reuse)
@@ -174,7 +176,7 @@ class Memory:
         return reuse
 
     def _num_missing(self, sequence: SequenceState, reuse: Reuse) -> int:
-        """Pages to be allocated."""
+        """Number of pages to allocate."""
         size = self.pool.block_size
         num_blocks, prompt = -(-sequence.num_reserved // size), -(-sequence.num_prompt // size)
         if not reuse.matches:
@@ -186,13 +188,13 @@ class Memory:
         return num_blocks - len(reuse.hits) + max(at_once, self._num_local(num_blocks))
 
     def _num_local(self, num_blocks: int) -> int:
-        """Local pages of a sequence of so many blocks while it is answered."""
+        """Local pages of a sequence of `num_blocks` blocks during decode."""
         layout = self.cache.layout
         return layout.num_local_lists * min(num_blocks, layout.window_blocks(self.pool.block_size))
 
     def _pin(self, sequence: SequenceState, reuse: Reuse) -> bool:
-        """Hold what the sequence reuses if all that is missing can be free then; sheds pinned pages
-        of its own."""
+        """Pin what the sequence reuses, if all missing pages can then be free. Sheds pinned pages
+        of its namespace."""
         pages = reuse.sources
         owners = np.concatenate(
             (pages, np.array([reuse.hits[block] for block in reuse.copied], np.int64))
@@ -207,12 +209,13 @@ class Memory:
             return False
         self.pool.hit_counts[np.array(held, np.int64)] += 1
         self.refresh.note(sequence.scope, namespace, pages.tolist())
-        self.pins.shed(namespace, num_missing)  # none of what has just been acquired
+        # Pages that were just acquired are not shed.
+        self.pins.shed(namespace, num_missing)
         self._pinned[sequence] = sources
         return True
 
     def _start(self, sequence: SequenceState, reuse: Reuse) -> PageLists:
-        """Give the sequence its pages and its plan."""
+        """Assign pages and a plan to the sequence."""
         size, layout = self.pool.block_size, self.cache.layout
         num_blocks = -(-sequence.num_reserved // size)
         unused, num_unused = (
@@ -226,7 +229,7 @@ class Memory:
         lists.place(slice(0, 1), np.arange(num_blocks), pages[None])
         lists.spare = unused[num_unused:]
         copied = np.array(reuse.copied, np.int64)
-        # a local page belongs to one sequence, which gives it back
+        # A local page belongs to one sequence, which releases it, so others need a copy.
         if layout.num_local_lists and copied.size:
             lists.add_local(self.pool, copied)
             source = self.lookup.local_pages.of(lists.pages[0, copied])
@@ -245,12 +248,12 @@ class Memory:
         return lists
 
     def _in_place(self, reuse: Reuse) -> list[int]:
-        """Blocks with grafted tokens that a prompt goes on with, and that nobody else reads."""
+        """Blocks with grafted tokens that the prompt continues from and no other request holds."""
         blocks = reuse.continued.grafted_blocks if reuse.continued else []
         return [block for block in blocks if self.pool.ref_count(reuse.hits[block]) == 1]
 
     def note_fallback(self, sequence: SequenceState, reason: str) -> None:
-        """The sequence is computed in full, and why."""
+        """Count and log that a sequence is computed in full, with the reason."""
         sequence.given_up = reason
         self.fallbacks[reason] += 1
         logger.warning("request %d falls back to full recomputation: %s", sequence.index, reason)

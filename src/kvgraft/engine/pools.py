@@ -1,5 +1,5 @@
-"""The KV pool of an engine: its page lists, how many pages, the tensors behind them, what policies
-need kept beside."""
+"""KV pool of an engine: its page lists, number of pages, tensors, and the extra state that policies
+need."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,13 +14,14 @@ from kvgraft.kv.pages import PagePool
 from kvgraft.prefill.context import Policy
 from kvgraft.segments.segmentation import Similarity, parse_match
 
-PROMPTS = 8  # of the full length, for which there is never more memory than needed
+# The pool never holds more than this number of prompts of the full length.
+PROMPTS = 8
 
 
 def lay_out(
     config: ModelConfig, dtype: torch.dtype, head_map: HeadMap | None, *, head_paging: bool
 ) -> tuple[StreamLayout, str]:
-    """Which page list each KV head follows, and the model's identity, of which that is a part.
+    """Return the page list of each KV head, and the model's identity, which includes that layout.
 
     Raises:
         ValueError: head paging without a head map.
@@ -44,12 +45,10 @@ def make_pool(
     *,
     poison: bool,
 ) -> tuple[PagePool, KVCache]:
-    """A pool of `num_pages` pages, or of `kv_gib` GiB at most; see `Engine`.
+    """Make a pool of `num_pages` pages, or of `kv_gib` GiB at most; see `Engine`.
 
     Args:
-        residual_layers: layers of which the residual stream that enters them is kept beside keys
-            and values.
-
+        residual_layers: layers whose input residual stream is cached with keys and values.
     Raises:
         ValueError: one of them is no layer of the model.
     """
@@ -93,8 +92,8 @@ def needs(
     match: str | Similarity | None,
     num_layers: int,
 ) -> tuple[set[int], Similarity | None]:
-    """What is to be kept for these policies, beside what was asked for: layers, and
-    near-duplicates."""
+    """Return the residual layers to cache and the near-duplicate matching that these policies and
+    the caller need."""
     layers = set(residual_layers)
     layers.update(layer for policy in policies for layer in policy.residual_layers(num_layers))
     usual = "similar" if any(policy.match == "similar" for policy in policies) else "exact"

@@ -1,4 +1,4 @@
-"""The native host's side of the prefill protocol: policies run on the paged pool and the
+"""The native host's side of the prefill protocol: it runs policies on the paged pool and the
 decoder."""
 
 from collections.abc import Callable, Sequence
@@ -26,8 +26,7 @@ from kvgraft.prefill.spreading_rows import SpreadingRows
 
 
 class Rows:
-    """Everything that depends only on which tokens a layer computes, made once and used by all its
-    layers."""
+    """Data that depends only on which tokens a layer computes, made once for all layers."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class Rows:
         self.where = where
         sinks, window = (head_map.sinks, head_map.window) if head_map else (0, 1)
         self.counts = np.array([p.numel() for p in positions])  # per prompt
-        # keys visible to all its queries
+        # keys that the queries of a prompt see together
         self.seen = np.array([int((p + 1).sum()) for p in positions])
         self.seen_locally = np.array(
             [int((p + 1).clamp(max=sinks + window).sum()) for p in positions]
@@ -86,7 +85,8 @@ class NativePrefill(PagedPrefill):
         self.token_ids = token_ids
         self._sources = sources
         self._rows: Rows | None = None
-        self._grafted = False  # any layer
+        # True once any layer has been grafted.
+        self._grafted = False
         # layer, input, queries, keys and values
         self._projected: tuple[int, Hidden, tuple[Tensor, ...]] | None = None
         self.attention_flops = np.zeros(len(plan.lengths), np.int64)
@@ -101,7 +101,7 @@ class NativePrefill(PagedPrefill):
             return
         with self._timed("align"):
             sources, targets, cos, sin = self._moves
-            # streams: layers of one head
+            # A stream holds one head of one layer.
             keys, *values = (pool[:, :, None] for pool in self._cache.pools)
             for page_list, (source, target) in enumerate(zip(sources, targets, strict=True)):
                 moves: tuple[Tensor, ...] = (source, target, cos, sin)
@@ -166,7 +166,8 @@ class NativePrefill(PagedPrefill):
             return hidden.with_states(states)
 
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
-        """As in the protocol; its logits are counted, too."""
+        """Compute Sparse-Q scores as the protocol defines, and count the operations of their
+        logits."""
         grafted = np.array([bool(self.plan.grafted[prompt].any()) for prompt in self.plan.prompts])
         seen = np.array([int((positions + 1).sum()) for positions in self._rows_of(queries)])
         self.attention_flops += grafted * seen * (self._decoder.config.attention_flops // 2)
@@ -238,7 +239,7 @@ class NativePrefill(PagedPrefill):
         )
         self.computed += rows.counts
         num_local = sum(heads.local)
-        # by all KV heads together
+        # pairs of query and key, summed over the KV heads
         seen = rows.seen * (self.num_kv_heads - num_local) + rows.seen_locally * num_local
         self.attention_flops += seen * (config.attention_flops // self.num_kv_heads)
         self.attention_flops += rows.counts * config.output_flops
@@ -246,7 +247,7 @@ class NativePrefill(PagedPrefill):
 
     @cached_property
     def _moves(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of the tokens to copy, slots at their source and in the prompt, int64 [lists, g], and
+        """Slots of the tokens to copy at their source and in the prompt, int64 [lists, g], and
         tables that rotate their keys, float32 [g, d / 2]."""
         targets = self._slots_of(self.plan.grafted & ~self.plan.in_place)
         segments = self.plan.segments[self.plan.graft_targets]
@@ -263,7 +264,7 @@ class NativePrefill(PagedPrefill):
 
     @cached_property
     def _grafted_everywhere(self) -> Tensor:
-        """bool [T]: grafted tokens whose KV every list had."""
+        """Grafted tokens whose KV every list had: bool [T]."""
         found = self.plan.grafted.clone()
         found[self.plan.graft_targets] = (self._sources >= 0).all(0)
         return found

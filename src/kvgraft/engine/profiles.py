@@ -1,4 +1,4 @@
-"""Profiles of a model: given by the caller, or beside its weights."""
+"""Profiles of a model: given by the caller, or stored with its weights."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -22,10 +22,11 @@ MAKE_MAP = (
 def load_head_map(
     given: str | Path | HeadMap | None, model_dir: Path, num_layers: int, num_kv_heads: int
 ) -> HeadMap | None:
-    """The map that was given, or that lies beside the weights; if that does not fit them, none.
+    """Load the given head map, or the one in the model directory; None if the latter does not fit
+    the model.
 
     Raises:
-        FileNotFoundError, ValueError: there is none where one was given, or it is of another model.
+        FileNotFoundError, ValueError: the given one does not exist, or it is of another model.
     """
     beside = model_dir / HEAD_MAP_FILE
     if given is None and not beside.is_file():
@@ -38,8 +39,9 @@ def load_head_map(
 def choose_policy(
     policy: str | Policy | None, profile: str | Path | None, model_dir: Path, config: ModelConfig
 ) -> tuple[Policy, PolicyProfile | None]:
-    """The policy of requests that name none: the one that was given, or that a profile names, or
-    the default one; and that profile.
+    """Return the policy of requests that name none, and the profile that names it, if any.
+
+    The policy is the given one, the one that a profile names, or the default.
 
     Raises:
         FileNotFoundError, ValueError: it cannot be used, or both were given.
@@ -55,12 +57,14 @@ def choose_policy(
 def load_policy_profile(
     given: str | Path | None, model_dir: Path, identity: str
 ) -> PolicyProfile | None:
-    """The profile that was given, or that lies beside the weights of the checkpoint of this
-    fingerprint; if that does not fit them, none.
+    """Load the given policy profile, or the one in the model directory; None if the latter does not
+    fit.
 
+    Args:
+        identity: fingerprint of the checkpoint.
     Raises:
-        FileNotFoundError, ValueError: there is none where one was given, or it is no such profile,
-            or one of another checkpoint.
+        FileNotFoundError, ValueError: the given one does not exist, is no policy profile, or is of
+            another checkpoint.
     """
     beside = model_dir / POLICY_FILE
     if given is None and not beside.is_file():
@@ -74,7 +78,7 @@ def load_policy_profile(
 
 
 def _fits(check: Callable[[], None], beside: Path, *, given: bool) -> bool:
-    """Whether a profile fits the weights; ValueError of one that was given and does not."""
+    """Return whether a profile fits the weights; ValueError if a given one does not."""
     try:
         check()
     except ValueError as error:
@@ -88,8 +92,8 @@ def _fits(check: Callable[[], None], beside: Path, *, given: bool) -> bool:
 def load_stable_layers(
     given: Sequence[int] | None, model_dir: Path, config: ModelConfig
 ) -> tuple[int, ...]:
-    """Those that were given, or that a profile beside the weights names; if that does not fit them,
-    the last ones."""
+    """Return the given layers, or those of a profile in the model directory, or the last layers if
+    there is none that fits."""
     if given is not None:
         profile = LayerProfile(config.identity, tuple(given))
         profile.check(config.identity, config.num_layers)

@@ -1,4 +1,4 @@
-"""What a model reads of a prompt: its tokens, checked against what can be served."""
+"""Tokenisation of prompts, and checks against the model's limits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +13,8 @@ class PromptReader:
 
     Args:
         anchors: strings that begin a segment wherever they occur in a text prompt.
-        block_size: pad explicit segments to blocks of so many tokens; None does not.
+        block_size: pad explicit segments to blocks of this number of tokens; None does not pad.
         max_length: tokens of a prompt and its answer together.
-
     Raises:
         ValueError: padding without a pad token, or empty anchors.
     """
@@ -45,7 +44,7 @@ class PromptReader:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def read(self, request: Request) -> TokenisedPrompt:
-        """The tokens of a prompt; ValueError if it can never be served."""
+        """Return the tokens of a prompt; ValueError if it can never be served."""
         prompt = request.prompt
         if self.anchors and isinstance(prompt, str):
             prompt = split_at_anchors(prompt, self.anchors)

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it."""
+"""Requests, results and reports of the native engine."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,26 +25,24 @@ class Request:
     """One prompt and how to answer it.
 
     Attributes:
-        prompt: text, parts (`str` and reusable `Segment`), or token ids, which are taken as they
-            are.
+        prompt: text, parts (`str` and reusable `Segment`), or token ids, which are used unchanged.
         policy: how reused KV is recovered: a name, `name:option=value,...`, or a `Policy`; None is
             the engine's own.
-        sampling: length, temperature, stop strings and so on.
-        namespace: isolation key; content cached under another one is never found, but for those
-            that are shared.
-        remember: False leaves nothing of this request behind for later ones to reuse.
-        return_logits: keep in the result the float32 logits that each token of the answer was
-            chosen from.
+        sampling: length, temperature, stop strings and other parameters of generation.
+        namespace: isolation key. A request finds only content of its own namespace and of the
+            shared ones.
+        remember: False leaves nothing of this request in the caches for later requests.
+        return_logits: keep in the result the float32 logits from which each token of the answer was
+            chosen.
         flow: how decode steps attend: `quest`, `quest:topk_blocks=64`, `my.py`, or a `Flow`;
-            `dense` to all; None is the engine's own.
-        match: `exact` or `similar`: whether near-duplicates are grafted, too; None is the engine's
-            own.
-        forced_output: token ids with which the answer begins, whatever the model would choose:
-            computed one by one as any answer is, and so under the flow. The policy knows nothing of
+            `dense` attends to all tokens; None is the engine's own.
+        match: `exact` or `similar`, which grafts near-duplicates, too; None is the engine's own.
+        forced_output: token ids with which the answer begins, whatever the model would choose. They
+            are computed one by one like any answer, and under the flow. The policy does not see
             them.
-        shared_namespaces: others whose text may be grafted, too, or kept in part, if their
-            documents were read on their own; nothing of this request is left in them. Where a text
-            is known in several, the longest piece counts, then `namespace`, then this order.
+        shared_namespaces: other namespaces whose text may be grafted, or kept in part if their
+            documents were read on their own. This request leaves nothing in them. If several
+            namespaces know a text, the longest piece wins, then `namespace`, then this order.
     """
 
     prompt: str | Sequence[Part] | Sequence[int]
@@ -59,7 +57,7 @@ class Request:
     shared_namespaces: Sequence[str] = ()
 
 
-# a text or token ids alone are a request with nothing else set
+# A text or a list of token ids is a request with default settings.
 Prompt = Request | str | Sequence[int]
 Prompts = Prompt | Sequence[Prompt]
 
@@ -81,7 +79,7 @@ def as_requests(given: Prompts) -> list[Request]:
 
 
 def as_request(given: Any, number: int = 0) -> Request:
-    """Return the request that a prompt is; RequestError, which names its number, if it is none."""
+    """Return a prompt as a Request; RequestError, which names its number, if it is no prompt."""
     if isinstance(given, Request):
         return given
     if isinstance(given, str):
@@ -96,22 +94,22 @@ def as_request(given: Any, number: int = 0) -> Request:
 
 
 def _are_ids(given: Any) -> bool:
-    """Whether this is a sequence of integers, which has at least one."""
+    """Return whether this is a non-empty sequence of integers."""
     is_sequence = isinstance(given, Sequence | np.ndarray) and not isinstance(given, str | bytes)
     return is_sequence and len(given) > 0 and all(isinstance(token, Integral) for token in given)
 
 
 @dataclass
 class Report(PrefillReport):
-    """What became of one request; its stages are queue, match, align, dense, select, sparse.
+    """Outcome, timing and work of one request. Its stages are queue, match, align, dense, select,
+    sparse.
 
     Attributes:
         ttft_s: seconds from submission to the first token.
         flops: floating-point operations of the prompt's prefill, without embedding and output
-            layer; `ffn_flops` are those in FFNs, the others are in attention and its projections.
-        kv_bytes: most memory that keys and values of the prompt took at a time, room for the answer
-            included.
-        counts: what was counted, such as `promoted_heads`.
+            layer. `ffn_flops` are those in FFNs, the others are in attention and its projections.
+        kv_bytes: peak memory of the prompt's keys and values, including room for the answer.
+        counts: further counters, such as `promoted_heads`.
     """
 
     ttft_s: float = 0.0
@@ -135,14 +133,14 @@ class Result:
 
     @property
     def first_logits(self) -> Tensor | None:
-        """Those of the first token, [V]."""
+        """Logits of the first token, float32 [V]."""
         return None if self.logits is None else self.logits[0]
 
 
 @dataclass(frozen=True)
 class Event:
-    """One step of a streamed answer: the text that became certain; `result` is set on a request's
-    last event."""
+    """One step of a streamed answer: its new final text. The last event of a request has its
+    `result`."""
 
     index: int
     text: str
@@ -150,7 +148,8 @@ class Event:
 
 
 def check_shared(request: Request) -> Sequence[str]:
-    """Its `shared_namespaces`; ValueError unless they are distinct names of others."""
+    """Return the request's `shared_namespaces`; ValueError unless they are distinct and other than
+    its own."""
     names = request.shared_namespaces
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"shared_namespaces must be a sequence of strings, got {names!r}")
@@ -163,7 +162,7 @@ def check_shared(request: Request) -> Sequence[str]:
 
 
 def check_forced_output(request: Request, vocab_size: int) -> None:
-    """Raise ValueError unless the answer that a request gives is one that it can have."""
+    """Raise ValueError unless the request's forced output is valid token ids within max_tokens."""
     answer, most = request.forced_output, request.sampling.max_tokens
     if isinstance(answer, str) or not all(
         type(token) is int and 0 <= token < vocab_size for token in answer

@@ -1,5 +1,5 @@
-"""Continuous batching: admit what fits, prefill it in batches by policy, decode everything that
-runs."""
+"""Continuous batching: admit requests that fit, prefill them in batches by policy, decode all
+running requests."""
 
 import time
 from collections import deque
@@ -30,7 +30,7 @@ Recover = Callable[[PrefillContext], Hidden]
 
 
 class Scheduler:
-    """Steps of the engine. A waiting sequence is never overtaken; a running one never loses its
+    """Steps of the engine. Waiting sequences are admitted in order; a running one never loses its
     pages.
 
     Args:
@@ -58,7 +58,7 @@ class Scheduler:
         self.running: list[SequenceState] = []
 
     def submit(self, sequences: Sequence[SequenceState]) -> None:
-        """Let sequences wait for admission."""
+        """Queue sequences for admission."""
         for sequence in sequences:
             if sequence.given_up is not None:
                 self.memory.note_fallback(sequence, sequence.given_up)
@@ -70,8 +70,8 @@ class Scheduler:
         yield from self.drain(sequences)
 
     def drain(self, sequences: Sequence[SequenceState]) -> Iterator[Event]:
-        """Step until these sequences, which wait or run, are done; their events. Closing the
-        iterator aborts."""
+        """Step until these waiting or running sequences are done, and yield their events. Closing
+        the iterator aborts them."""
         try:
             while any(not sequence.done or sequence.events for sequence in sequences):
                 for sequence in sequences:
@@ -101,8 +101,8 @@ class Scheduler:
         self._retire()
 
     def adopt(self, sequence: SequenceState) -> None:
-        """Go on with a sequence whose prompt was computed elsewhere; its pages are to be filled
-        before the next step.
+        """Add a sequence whose prompt was computed elsewhere. The caller must fill its pages before
+        the next step.
 
         Raises:
             PoolExhausted: it does not fit now.
@@ -112,8 +112,12 @@ class Scheduler:
 
     @torch.inference_mode()
     def read_documents(self, sequence: SequenceState) -> int:
-        """Read what its policy keeps a part of and the library does not have; how many documents
-        that were."""
+        """Compute documents of a sequence that the library does not have, if its policy keeps a
+        part of them.
+
+        Returns:
+            The number of documents computed.
+        """
         policy = sequence.policy
         if not isinstance(policy, KeepsDocuments):
             return 0
@@ -128,7 +132,7 @@ class Scheduler:
         )[1]
 
     def abort(self, sequences: Iterable[SequenceState]) -> None:
-        """Forget these sequences, whatever their state."""
+        """Drop these sequences in any state, and release their pages."""
         for sequence in sequences:
             if sequence in self.running:
                 self.running.remove(sequence)
@@ -157,7 +161,7 @@ class Scheduler:
         return admitted
 
     def _requeue(self, admitted: list[SequenceState]) -> None:
-        """A policy failed: what has not been prefilled waits again, so that nobody decodes from
+        """Queue admitted sequences again that were not prefilled, so that none decodes from
         unwritten pages."""
         for sequence in reversed(admitted):
             if sequence.first_token_pending:
@@ -166,8 +170,10 @@ class Scheduler:
                 self.waiting.appendleft(sequence)
 
     def _prefill(self, policy: Policy, sequences: list[SequenceState]) -> None:
-        """Prompts with grafts as the policy says, all others in full; those that come out
-        non-finite again, in full."""
+        """Prefill prompts with grafts by the policy and all others in full.
+
+        Prompts with non-finite logits lose their grafts and are computed again in full.
+        """
         for sequence in sequences:
             if sequence.documents:
                 self._keep_documents(policy, sequence)
@@ -208,8 +214,7 @@ class Scheduler:
             self.memory.settle(sequence)
 
     def _keep_documents(self, policy: Policy, sequence: SequenceState) -> None:
-        """One prompt whose documents are kept in part; documents that are not known yet are read
-        first."""
+        """Prefill one prompt whose documents are kept in part. Compute unknown documents first."""
         if not isinstance(policy, KeepsDocuments):
             raise TypeError(f"policy {policy.name!r} keeps no documents")
         report, remember = sequence.report, sequence.request.remember
@@ -255,8 +260,8 @@ class Scheduler:
         report.stages.update(ctx.times.seconds)
 
     def _compute(self, policy: Policy, sequences: list[SequenceState]) -> Iterable[Tensor]:
-        """Full recomputation, logits [V] of each; a long prompt in chunks, which it offers as it
-        goes."""
+        """Compute prompts in full and return logits [V] of each. A long prompt runs in chunks,
+        which others can reuse at once."""
         if sum(sequence.num_prompt for sequence in sequences) <= self.memory.chunk:
             return self._recover(policy.recompute, sequences) if sequences else []
         return [self._compute_long(policy, sequence) for sequence in sequences]
@@ -279,14 +284,14 @@ class Scheduler:
             recover, sequences, [sequence.admitted_plan for sequence in sequences]
         )
         logits = self.decoder.logits(ctx.last_hidden(hidden))
-        # waits for the device, which has the logits to compute meanwhile
+        # Reporting waits for the device, so the logits are launched before it.
         self._report(ctx, hidden, sequences)
         return logits
 
     def _run(
         self, recover: Recover, sequences: list[SequenceState], plans: list[Plan]
     ) -> tuple[NativePrefill, Hidden]:
-        """One pass over what the plans say of the sequences."""
+        """Run one pass over the plans of the sequences."""
         for sequence, plan in zip(sequences, plans, strict=True):
             self.memory.reach(sequence, plan.active.nonzero()[:, 0].numpy())
         plan = Plan.batch(plans)
@@ -307,7 +312,7 @@ class Scheduler:
         return ctx, hidden
 
     def _report(self, ctx: NativePrefill, hidden: Hidden, sequences: list[SequenceState]) -> None:
-        """Count in the reports of the sequences what a pass has computed."""
+        """Add what a pass has computed to the reports of its sequences."""
         recomputed = hidden.where & ctx.plan.grafted
         for i, (sequence, prompt) in enumerate(zip(sequences, ctx.plan.prompts, strict=True)):
             report = sequence.report

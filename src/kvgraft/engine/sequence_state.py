@@ -1,4 +1,4 @@
-"""A request while the engine works on it."""
+"""State of a request while the engine works on it."""
 
 import time
 from collections import deque
@@ -33,26 +33,26 @@ class SequenceState:
     Attributes:
         prompt: its token ids, int64 [num_prompt].
         tokens: prompt and generated token ids.
-        offer: what it leaves behind for others.
-        lists: its pages; reserved whole at admission, so that a running request never waits for
+        offer: provenance of the blocks that it leaves for others.
+        lists: its pages. All are reserved at admission, so that a running request never waits for
             memory.
         flow: how its decode steps attend; None is dense.
         shared: scopes of other namespaces that it may graft from, see `scope`.
-        shares_prefix: whether it may use pages that others use, too; not if its flow keeps state in
-            them.
+        shares_prefix: whether it may use pages that others use, too. False if its flow keeps state
+            in them.
         matches_similar: whether near-duplicates of its prompt are grafted, too.
-        documents: stretches of the prompt of which a part is kept, if its policy does that.
-        num_dropped: prompt tokens that its pages will not hold, or do not hold any more: what is
-            left stands closer together there, so that token t of the answer lies at t -
-            num_dropped.
-        plan: how its prompt is obtained.
-        continued: what it goes on with of an earlier prompt, if that is approximate.
-        continuation_keys: of its blocks from the first approximate one on, for prompts that go on
-            with them.
-        given_up: why what is known of its prompt is not grafted, or None.
+        documents: spans of the prompt that its policy keeps in part.
+        num_dropped: prompt tokens that its pages do not or will not hold. The remaining tokens lie
+            closer together there, so that token t of the answer lies at t - num_dropped.
+        plan: how the KV of its prompt is obtained.
+        continued: approximate blocks of an earlier prompt that it continues from, if any.
+        continuation_keys: keys of its blocks from the first approximate one on, for prompts that
+            continue from them.
+        given_up: why known text of its prompt is not grafted, or None.
         num_indexed: leading blocks that the caches of its flow know.
         num_computed: leading places of its pages that hold KV.
-        logits: float32 [V] that each token of the answer was chosen from, if they are wanted.
+        logits: float32 [V] that each token of the answer was chosen from, if the request asks for
+            them.
     """
 
     index: int
@@ -89,39 +89,38 @@ class SequenceState:
 
     @property
     def scope(self) -> bytes:
-        """Digest that isolates everything it leaves behind, and may reuse, but for what is `shared`
-        (model and namespace)."""
+        """Digest of model and namespace. It isolates what the sequence leaves and, apart from
+        `shared`, what it may reuse."""
         return self.offer.scope
 
     def first_tokens(self, count: int) -> np.ndarray:
-        """Of prompt and answer, int64 [count]."""
+        """First tokens of prompt and answer, int64 [count]."""
         return np.concatenate(
             (self.prompt[:count], np.array(self.tokens[self.num_prompt : count], np.int64))
         )
 
     @property
     def pages(self) -> PageLists:
-        """`lists` of a sequence that has been admitted; ValueError of another."""
+        """`lists` of an admitted sequence; ValueError before admission."""
         if self.lists is None:
             raise ValueError("the sequence has not been admitted yet")
         return self.lists
 
     @property
     def admitted_plan(self) -> Plan:
-        """`plan` of a sequence that has been admitted; ValueError of another."""
+        """`plan` of an admitted sequence; ValueError before admission."""
         if self.plan is None:
             raise ValueError("the sequence has not been admitted yet")
         return self.plan
 
     @property
     def recovery_key(self) -> tuple[object, ...]:
-        """How it recovers and attends: others that go on with its approximate KV do it in the same
-        way."""
+        """How it recovers and attends. Only prompts with an equal key continue from its approximate
+        KV."""
         return str(self.policy), self.matches_similar, self.flow, self.shared
 
     def depths(self, count: int) -> np.ndarray:
-        """How far its first blocks are from exact KV, int16 [count]: see
-        `BlockProvenance.depths`."""
+        """Depths of its first blocks, int16 [count]: see `BlockProvenance.depths`."""
         size = self.admitted_plan.block_size
         hits = self.admitted_plan.prefix[::size].numpy().copy()
         if self.continued is not None:
@@ -131,7 +130,7 @@ class SequenceState:
     def mark_approximate(
         self, continued: Continued[bytes] | None, matches: Sequence[Match], block_size: int
     ) -> None:
-        """Note what makes its KV approximate: what it goes on with, and what is grafted."""
+        """Note what makes its KV approximate: continued blocks and grafts."""
         self.continued = continued
         self.continuation_keys[:] = continued.keys if continued else ()
         self.offer.reset()
@@ -142,7 +141,7 @@ class SequenceState:
             self.offer.mark_approximate(continued.steps(block_size), continued.spans)
 
     def decide(self, estimate: CostEstimate) -> None:
-        """Note by which estimate it was decided whether to graft what is known."""
+        """Note the cost estimate by which grafts were chosen or refused."""
         self.report.estimated_full_s, self.report.estimated_reuse_s = (
             estimate.full_s,
             estimate.reuse_s,
@@ -151,7 +150,7 @@ class SequenceState:
             self.given_up = estimate.reason
 
     def set_plan(self, plan: Plan) -> None:
-        """Take a plan, and report what it means for the prompt."""
+        """Set the plan, and report what it means for the prompt."""
         self.plan, report = plan, self.report
         continued = 0 if self.continued is None else len(self.continued.keys) * plan.block_size
         counts = plan.kinds.bincount(minlength=len(Kind)).tolist()
@@ -165,19 +164,19 @@ class SequenceState:
 
     @property
     def num_reserved(self) -> int:
-        """Places for KV that it may ever need; the last generated token's is never needed."""
+        """Places for KV that it may need. The last generated token needs none."""
         return self.num_prompt - self.num_dropped + self.request.sampling.max_tokens - 1
 
     @property
     def first_token_pending(self) -> bool:
-        """Whether its prompt has not been answered yet."""
+        """Whether the first token of the answer is still to come."""
         return len(self.tokens) == self.num_prompt
 
     def place_documents(
         self, policy: KeepsDocuments, segments: Iterable[tuple[int, int]], layout: StreamLayout
     ) -> None:
-        """The segments are the documents of which the policy keeps a part; but the last token of a
-        prompt is always computed."""
+        """Take the segments as the documents that the policy keeps in part. The last prompt token
+        is always computed."""
         last = self.num_prompt - 1
         documents = tuple(range(start, min(stop, last)) for start, stop in segments if start < last)
         if layout.num_local_lists:
@@ -190,13 +189,13 @@ class SequenceState:
             self.num_dropped = sum(lengths) - policy.num_kept(lengths)
 
     def choose(self, logits: Tensor, best: int | None = None) -> int:
-        """The next token: of the answer that its request gives, as far as that reaches, then by
-        sampling; `best` is the most likely one, if it is known."""
+        """Return the next token: of the forced output while it lasts, then by sampling. `best` is
+        the most likely token, if known."""
         given, place = self.request.forced_output, len(self.tokens) - self.num_prompt
         return given[place] if place < len(given) else self.sampler.sample(logits, best)
 
     def accept(self, token: int, logits: Tensor, eos_token_ids: tuple[int, ...]) -> None:
-        """Take the next token, emit its text, and finish when an end is reached."""
+        """Append the next token, emit its text, and finish when an end is reached."""
         if self.first_token_pending:
             self.report.ttft_s = time.perf_counter() - self.submitted_at
         if self.request.return_logits:

@@ -1,4 +1,5 @@
-"""Flows on the native engine's pool: which sequences of a step attend sparsely, and to what."""
+"""Flows on the native engine's pool: which sequences of a step attend sparsely, and to which
+blocks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +21,12 @@ from kvgraft.kv.cache import KVCache
 
 @dataclass(frozen=True, eq=False)
 class Followers:
-    """The sequences of a decode step that follow one flow, as the host knows them.
+    """The sequences of a decode step that follow one flow, on the host.
 
     Attributes:
-        numbers: which of the step.
-        tokens: of each, the one that is computed among them.
-        full: int64 [n], pages of their first lists that are full from this step on.
+        numbers: their indices in the step.
+        tokens: number of tokens of each, including the one that is computed.
+        full: int64 [n], pages of their first lists that become full in this step.
     """
 
     indexer: Indexer
@@ -36,13 +37,13 @@ class Followers:
 
 @dataclass(frozen=True, eq=False)
 class FlowBatch:
-    """The same beside the pool.
+    """The same sequences on the device of the pool.
 
     Attributes:
-        numbers: which of the step, unless they are all.
-        rows: the same beside the pool; None for all.
+        numbers: their indices in the step, unless they are all.
+        rows: the same indices on the device; None for all.
         batch: one row for each of their KV heads, of a layer's pages.
-        full: int64 [n], pages of a layer; the first `num_full` are full from this step on.
+        full: int64 [n], pages of a layer; the first `num_full` become full in this step.
     """
 
     indexer: Indexer
@@ -61,8 +62,10 @@ class FlowBatch:
 
 
 class SparseDecode:
-    """The flows of all running sequences. Their caches are made when they are first needed, filled
-    anew for every sequence, and dropped when another flow needs its own and no sequence uses them.
+    """The flows of all running sequences.
+
+    Their caches are made on first use and filled for every new sequence. A cache is dropped when
+    another flow needs its own and no sequence uses it.
 
     Args:
         group: query heads of a KV head.
@@ -75,8 +78,7 @@ class SparseDecode:
         self._indexers: dict[Flow, Indexer] = {}
 
     def find(self, flow: str | Flow | None) -> Flow | None:
-        """A flow that decode steps of this engine can follow, from what names it; None for dense
-        attention.
+        """Return the flow of this name that decode steps can follow; None for dense attention.
 
         Raises:
             FileNotFoundError, ValueError: as `parse_flow` and `trace`, or local heads keep no
@@ -93,7 +95,7 @@ class SparseDecode:
         return chosen
 
     def program(self, flow: Flow) -> Program:
-        """The flow, traced for this model; raises FlowError if it cannot be right."""
+        """Return the flow traced for this model; raises FlowError if it is not valid."""
         if flow not in self._programs:
             self._programs[flow] = trace(
                 flow, self._cache.block_size, self._cache.keys.shape[2], self._group
@@ -101,8 +103,8 @@ class SparseDecode:
         return self._programs[flow]
 
     def follow(self, sequences: Sequence[SequenceState]) -> list[Followers]:
-        """Which sequences of a step that computes the next token of each follow a flow; KV after it
-        is approximate."""
+        """Return the sequences that follow a flow in a step that computes the next token of each.
+        Their later KV is approximate."""
         numbers: dict[Flow, list[int]] = {}
         for number, sequence in enumerate(sequences):
             flow = sequence.flow
@@ -124,7 +126,7 @@ class SparseDecode:
         ]
 
     def batch(self, followers: Followers, pages: Tensor) -> FlowBatch:
-        """Bring followers beside the pool.
+        """Copy followers to the device of the pool.
 
         Args:
             pages: int64 [sequences, blocks], the first lists of all sequences of the step; any page
@@ -150,11 +152,11 @@ class SparseDecode:
     def batch_of_all(
         self, indexer: Indexer, step: StepRows, full: Tensor, num_full: Tensor
     ) -> FlowBatch:
-        """All sequences of a step follow one flow, and only the device knows where they stand.
+        """Return a batch of all sequences of a step, whose lengths only the device knows.
 
         Args:
-            full: int64 [n], pages of first lists, of which the first `num_full` int64 [1] are full
-                from this step on.
+            full: int64 [n], pages of first lists. The first `num_full` int64 [1] of them become
+                full in this step.
         """
         heads = self._first_pages(full.device)
         tokens = (step.positions + 1).repeat_interleave(len(heads))
@@ -169,7 +171,7 @@ class SparseDecode:
         )
 
     def at(self, layer: int, indexer: Indexer) -> LayerIndexer:
-        """A layer's part of the pool."""
+        """Return the part of the pool that belongs to a layer."""
         streams = self._cache.layout.layers[layer].whole[0].streams
         size, num_pages = (
             self._cache.block_size,
@@ -196,7 +198,7 @@ class SparseDecode:
         return Followers(self._indexers[flow], tuple(numbers), tokens, np.concatenate(full))
 
     def _first_pages(self, device: torch.device) -> Tensor:
-        """int64 [Hkv]: the first page of each KV head of a layer."""
+        """First page of each KV head of a layer: int64 [Hkv]."""
         num_pages = self._cache.keys.shape[1] // self._cache.block_size
         return torch.arange(len(self._cache.layout.layers[0].streams), device=device) * num_pages
 
