@@ -2,7 +2,7 @@
 pages name exist."""
 
 import re
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,9 @@ from kvgraft.prefill.policies import POLICIES
 from kvgraft.prefill.report import REASONS
 from kvgraft.segments.store.shared import SharedTier
 from kvgraft.segments.store.store import SegmentStore
-from kvgraft.vllm.settings import SETTINGS
+from kvgraft.vllm.server.flags import flag_of
+from kvgraft.vllm.setting_fields import SettingFields
+from kvgraft.vllm.setting_schema import declaration
 from kvgraft.vllm.stats import METRICS
 
 ROOT = Path(__file__).parent.parent
@@ -31,10 +33,10 @@ def test_every_policy_is_documented_with_its_options(policy: type):
     assert not missing
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_every_flag_of_the_server_is_documented(setting: str):
-    flag = f"--kvgraft-{setting.replace('_', '-')}"
-    assert f"`{flag}`" in page("serving.md") + page("store.md")
+@pytest.mark.parametrize("field", fields(SettingFields), ids=lambda field: field.name)
+def test_every_setting_has_the_row_that_it_declares(field: Field):
+    row = declaration(field).row(flag_of(field.name))
+    assert row in page("serving.md").splitlines() + page("store.md").splitlines()
 
 
 @pytest.mark.parametrize("metric", METRICS)

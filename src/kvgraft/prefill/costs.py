@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kvgraft.prefill import MEASURED
 from kvgraft.prefill.context import PrefillContext
 from kvgraft.prefill.plan import Plan
 from kvgraft.segments.matches import Match
 
 REPEATS = 3  # of a pass; small ones are repeated more, since whatever else runs delays them most
 SMALL_REPEATS = 10
-MEASURED = "measured"
 CPU = (16, 128, 1024)  # tokens of a small and of a large pass, and of a prompt
 GPU = (128, 2048, 4096)
 

@@ -7,9 +7,9 @@ import numpy as np
 
 from kvgraft.methods import require_share
 from kvgraft.prefill.costs import TOKENS, Costs, count_pairs
+from kvgraft.reuse import EXACTNESS_WEIGHT
 from kvgraft.segments.matches import Match
 
-EXACTNESS_WEIGHT = 0.1
 WORK = 0.15  # assumed of a policy that has not run yet
 POLICIES = 256  # of which it is known what they compute: requests may ask for any options
 PRIOR = 0.2  # weight of what is assumed, in recoveries

@@ -47,7 +47,8 @@ from kvgraft.vllm.connector.request_state import Candidate, RequestState
 from kvgraft.vllm.connector.store_scheduler import StoreScheduler
 from kvgraft.vllm.options import KEY, SCORE, TRIAL_OF, Control, RequestOptions
 from kvgraft.vllm.recovery import RecoveryResult
-from kvgraft.vllm.settings import SHADOW, KVGraftSettings
+from kvgraft.vllm.setting_fields import SHADOW
+from kvgraft.vllm.settings import KVGraftSettings
 from kvgraft.vllm.sparse.program import program_of
 from kvgraft.vllm.stats import Stats
 

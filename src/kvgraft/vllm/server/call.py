@@ -6,7 +6,7 @@ from typing import Any
 
 from kvgraft.vllm.server.logprob_recorder import LogprobRecorder
 from kvgraft.vllm.server.tenancy import LOCAL, Principal
-from kvgraft.vllm.settings import JSON
+from kvgraft.vllm.setting_fields import JSON
 
 
 @dataclass

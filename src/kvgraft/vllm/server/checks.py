@@ -8,16 +8,14 @@ import difflib
 import errno
 import socket
 import ssl
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvgraft.segments.matches import MAX_DEPTH
 from kvgraft.vllm.limits import cache_dtype_reasons, parallel_reasons
-from kvgraft.vllm.server.flags import PREFIX, add_flags
+from kvgraft.vllm.server.flags import add_flags
 from kvgraft.vllm.server.keys import API_KEY, Keys, given_keys
 
 # default address of a server or a fleet router
@@ -99,14 +97,7 @@ def address_reasons(host: str | None, port: int) -> Iterator[str]:
 def help_text() -> str:
     """Return the text of `kvgraft serve -h`: KVGraft's flags with their defaults, and vLLM's
     checked flags."""
-    from kvgraft.vllm.settings import KVGraftSettings
-
-    parser = make_parser()
-    for field in fields(KVGraftSettings):
-        for action in parser._actions if field.default is not None else ():
-            if action.dest == f"{PREFIX}{field.name}" and action.help is not SUPPRESS:
-                action.help = f"{action.help} Default: {_shown(field.default)}.".replace("%", "%%")
-    return parser.format_help()
+    return make_parser().format_help()
 
 
 def make_parser() -> ArgumentParser:
@@ -150,13 +141,6 @@ class _Parser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
-
-
-def _shown(default: Any) -> str:
-    """Return a default value in the form in which a user would write it."""
-    if default in ((), MAX_DEPTH):
-        return "none" if default == () else "no limit"
-    return ("off", "on")[default] if isinstance(default, bool) else str(default)
 
 
 def _dashed(argument: str) -> str:

@@ -19,7 +19,8 @@ from kvgraft.vllm.server.call import Call
 from kvgraft.vllm.server.logprob_recorder import LogprobRecorder, can_be_watched, watched
 from kvgraft.vllm.server.metrics import GuardMetrics
 from kvgraft.vllm.server.scorer import AnswerSample, EngineGate, Scorer
-from kvgraft.vllm.settings import SHADOW, KVGraftSettings
+from kvgraft.vllm.setting_fields import SHADOW
+from kvgraft.vllm.settings import KVGraftSettings
 
 # value of a report's `guard` field: the answer will be scored
 PENDING = "pending"

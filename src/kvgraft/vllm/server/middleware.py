@@ -20,7 +20,7 @@ from kvgraft.vllm.server.engine_client import parse_params
 from kvgraft.vllm.server.errors import Refused, refuse
 from kvgraft.vllm.server.sharing import Grants, NotGranted
 from kvgraft.vllm.server.tenancy import Keyring, Principal, shown_key
-from kvgraft.vllm.settings import TOOLS
+from kvgraft.vllm.setting_fields import TOOLS
 
 _NO_ADMIN = "this server has no admin key: start it with KVGRAFT_ADMIN_KEY or --kvgraft-admin-key"
 _MISPLACED = (

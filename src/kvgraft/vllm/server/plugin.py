@@ -15,7 +15,7 @@ from kvgraft.vllm.server.errors import Refused, answer_refusal
 from kvgraft.vllm.server.lifecycle import DrainMiddleware
 from kvgraft.vllm.server.middleware import ServerMiddleware
 from kvgraft.vllm.server.server_state import ServerState
-from kvgraft.vllm.settings import TOOLS
+from kvgraft.vllm.setting_fields import TOOLS
 
 # a child of vLLM's logger, so that its handler prints the messages
 logger = init_logger(f"vllm.{__name__}")

@@ -14,7 +14,8 @@ from kvgraft.vllm.compat import FLOW
 from kvgraft.vllm.compat.families import is_by_head, is_plain
 from kvgraft.vllm.compat.head_maps import find_head_map, works_by_head
 from kvgraft.vllm.server.keys import Keys
-from kvgraft.vllm.settings import SHADOW, KVGraftSettings
+from kvgraft.vllm.setting_fields import SHADOW
+from kvgraft.vllm.settings import KVGraftSettings
 
 GIB = 1 << 30
 
