@@ -31,10 +31,10 @@ Prompt = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 def affinity_headers(prompt: Prompt, *, secret: str | bytes | None = None) -> dict[str, str]:
     """Return the headers of a request, for a router that keeps sessions together.
 
-    Prompts with the same largest segment get the same headers, whatever text surrounds it. Segments
-    are the texts between reuse markers (`kvgraft.segments.prompt.mark`). Without markers they are
-    the text parts of a message that has several, else the texts between blank lines. System prompts
-    do not count, because all requests of an application have the same one.
+    Prompts with the same largest segment get the same headers; the other text and its order do not
+    matter. Segments are the texts between reuse markers (`kvgraft.segments.prompt.mark`). Without
+    markers they are the text parts of a message that has several, else the texts between blank
+    lines. System prompts do not count, because all requests of an application have the same one.
 
     Args:
         prompt: messages in the form of OpenAI's chat completions or responses; or the body of such
@@ -70,6 +70,7 @@ def _segments(prompt: Prompt) -> list[str]:
     """Return the candidate segments of a prompt, without surrounding white space."""
     messages = [texts for texts in _messages(prompt) if texts]
     marked = [text for texts in messages for text in texts if START in text]
+
     if marked:
         found = [
             part.text
@@ -83,6 +84,7 @@ def _segments(prompt: Prompt) -> list[str]:
             for texts in messages
             for part in (texts if len(texts) > 1 else _BLANK_LINE.split(texts[0]))
         ]
+
     return [text for text in map(str.strip, found) if text]
 
 

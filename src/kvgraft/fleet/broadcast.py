@@ -19,6 +19,7 @@ async def ask_all(
     deadline = asyncio.get_running_loop().time() + within_s
 
     async def answer_of(asked: Any) -> Any:
+        """Return one replica's answer, until the deadline."""
         async with asyncio.timeout_at(deadline):
             return await asked.get_async()
 

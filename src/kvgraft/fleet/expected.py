@@ -7,7 +7,7 @@ import numpy as np
 from kvgraft.prefill.costs import Costs
 from kvgraft.segments.fingerprints import Fingerprints
 
-# until a server reports its own value
+# assumed until a server reports its own value
 BYTES_PER_TOKEN = 4.0
 
 

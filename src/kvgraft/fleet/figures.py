@@ -43,6 +43,7 @@ class Figures:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+
         self.routed = Counter(
             "kvgraft:fleet_routed",
             "Requests by what they were routed by: text, load, error (by load, too).",
@@ -69,6 +70,7 @@ class Figures:
             ["at"],
             registry=self.registry,
         )
+
         _show(self.routed, "text", "load", "error")
         _show(self.failed, "1", "2", "stream")
 
@@ -129,6 +131,7 @@ class _Collected:
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
+        """Return the metric families."""
         return self._families
 
 

@@ -185,6 +185,7 @@ class Ingress:
             except asyncio.CancelledError:
                 answer.cancel()
                 raise
+
         return Refused(503, "two replicas have failed before they answered").response
 
     async def _rest(self, first: bytes, answer: Any) -> AsyncGenerator[bytes]:

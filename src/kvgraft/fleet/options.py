@@ -45,16 +45,19 @@ class FleetOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain_s: float = 60.0
 
     def __post_init__(self) -> None:
+        """Check the range of every field."""
         for name in ("replicas", "ingresses", "sketch_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
         for name in ("cpus", "gpus", "drain_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 0")
+
         if self.routing not in ROUTINGS:
             raise ValueError(f"routing is {self.routing!r}, must be one of {', '.join(ROUTINGS)}")
         if not self.imbalance >= 1:
             raise ValueError(f"imbalance is {self.imbalance}, must be at least 1")
+
         if {"--check", "--json"} & {*self.arguments}:
             raise ValueError("--check: ask `kvgraft serve --check` with the flags of the servers")
         if own := [flag for flag in self.arguments if flag.partition("=")[0] in OWN]:
@@ -117,6 +120,7 @@ def _parser() -> ArgumentParser:
         ),
         allow_abbrev=False,
     )
+
     defaults = FleetOptions()
     parser.add_argument(
         "--replicas", type=int, default=defaults.replicas, help="Servers (default: %(default)s)."
@@ -176,4 +180,5 @@ def _parser() -> ArgumentParser:
         default=defaults.drain_s,
         help="Seconds that a server has to end (default: %(default)s)",
     )
+
     return parser

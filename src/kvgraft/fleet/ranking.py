@@ -228,6 +228,7 @@ class Ranking(Generic[Server]):
         )
         if not self._grafts:
             known = known & begun
+
         return expect(
             text,
             known,

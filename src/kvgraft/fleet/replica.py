@@ -40,7 +40,7 @@ FASTEST, SLOWEST = 1e-6, 1e3
 # headers of the server's answers that are dropped, because the ingress's server adds its own
 LEFT_OUT = ("date", "server")
 CONNECT_S = 10.0
-# between two parts of an answer; an answer without a stream has one part
+# seconds between two parts of an answer; an answer without a stream has one part
 READ_S = 1800.0
 # time to wait for the server's metrics and health
 LOOK = aiohttp.ClientTimeout(total=10.0)
@@ -50,7 +50,7 @@ FAILED_CHECKS = 3
 IDLE_S = 2.0
 # no access log for routes that are polled
 QUIET = ("--disable-access-log-for-endpoints", "/health,/metrics")
-# between two readings of the server's metrics
+# seconds between two readings of the server's metrics
 METRICS_S = 5.0
 # assumed size of the KV pool until the server reports it
 POOL_TOKENS = 1 << 18
@@ -199,6 +199,7 @@ class Replica:
     async def describe(self) -> dict[str, Any]:
         """Return figures of this replica for the status of the fleet."""
         text, beginnings = self._held.sketches()
+
         return {
             "name": self._name,
             "requests": self._num_requests,
@@ -375,6 +376,7 @@ class Replica:
             os._exit(1)
 
     def __del__(self) -> None:
+        """End the server when Ray deletes this object."""
         if hasattr(self, "_is_closing"):
             self._is_closing.set()
             self._open.close()

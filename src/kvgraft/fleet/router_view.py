@@ -11,7 +11,7 @@ import numpy as np
 # Rows of the table. A sketch reveals only the row of a fingerprint, 20 of its 64 bits, so 2^44
 # fingerprints look the same.
 ROWS = 1 << 20
-# seconds for which a server counts as holding text that was sent to it, whatever it reports
+# seconds for which a server counts as holding text that was sent to it, even if its reports lack it
 GRACE = 10.0
 
 # identifier of a server

@@ -12,7 +12,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PATHS = (PINS, RESET, LOAD, UNLOAD)
 # maximum time of one change on one server
 CHANGE_S = 120.0
-# of all logged pins; the oldest are forgotten first
+# bytes of all logged pins; the oldest are forgotten first
 MAX_BYTES = 1 << 28
 # time for which a deletion is remembered; longer than a server takes to start
 FORGET_NS = 3600 * 10**9

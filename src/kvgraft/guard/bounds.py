@@ -17,7 +17,7 @@ MEANS = np.concatenate(
 
 
 class ConfidenceSequence:
-    """Bounds of a mean that hold at all times together with probability 1 - alpha.
+    """Bounds of a mean that, with probability 1 - alpha, hold after every answer.
 
     Each mean of a grid is tested from above and from below, with the mean wealth of twelve constant
     bets. A mean stays in the interval until one of the two wealths reaches 2 / alpha. Source:

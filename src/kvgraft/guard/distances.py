@@ -72,6 +72,7 @@ def along_logprobs(
     """
     pairs = [*zip(ours, truth, strict=True)]
     known = [bool(np.isfinite([*here.values(), *there.values()]).all()) for here, there in pairs]
+
     kl = [
         _logprobs_kl(*pair) if right else NOT_A_NUMBER
         for pair, right in zip(pairs, known, strict=True)
@@ -84,6 +85,7 @@ def along_logprobs(
         here[token] - there[token] if right else -NOT_A_NUMBER
         for (here, there), token, right in zip(pairs, answer, known, strict=True)
     ]
+
     means = {
         name: float(np.mean(of))
         for name, of in (("answer_kl", kl), ("flips", flips), ("loglik", loglik))

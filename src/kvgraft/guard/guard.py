@@ -49,7 +49,7 @@ class Guard:
     """Guard of all requests of a server.
 
     The default policy, with its options, is guarded on its own. All other requests are guarded by
-    method, whatever their options, so clients cannot add more groups.
+    method, with all options together, so clients cannot add more groups.
 
     Args:
         share: share of the answers on approximate KV that are scored, from 0 to 1.

@@ -168,14 +168,17 @@ def _conflicts(args: Namespace) -> Iterator[str]:
             "settings of reuse stand either in --kv-transfer-config or in --kvgraft-* flags, not "
             "in both"
         )
+
     if args.enable_prefix_caching is False:
         yield (
             "--no-enable-prefix-caching: reuse finds its sources in the blocks of the prefix cache"
         )
     if args.worker_cls not in ("auto", WORKER_CLASS):
         yield f"--worker-cls {args.worker_cls}: ours is {WORKER_CLASS}"
+
     if args.kvgraft_idle_refresh and args.enable_sleep_mode:
         yield "--kvgraft-idle-refresh: an engine that sleeps must not read (--enable-sleep-mode)"
+
     if (args.api_server_count or 1) > 1:
         yield (
             "--api-server-count: one process only, as each would have its own cache keys and its "
@@ -191,11 +194,13 @@ def _conflicts(args: Namespace) -> Iterator[str]:
             "documents, refresh "
             "and guard would reach one engine only; start one server per engine"
         )
+
     if args.headless or args.grpc or getattr(args, "grpc_port", None) is not None:
         yield (
             "--headless, --grpc, --grpc-port: they pass by our middleware, which keeps tenants "
             "apart"
         )
+
     for name in NEVER:
         if getattr(args, name):
             yield (
@@ -210,16 +215,19 @@ def _flags_beside_guard(args: Namespace) -> Iterator[str]:
     """Yield a reason for each argument that cannot be combined with --kvgraft-guard."""
     if args.enable_sleep_mode:
         yield "--kvgraft-guard: an engine that sleeps must not score (--enable-sleep-mode)"
+
     if args.logprobs_mode != RAW:
         yield (
             f"--kvgraft-guard: answers are scored by {RAW}, not by --logprobs-mode "
             f"{args.logprobs_mode}"
         )
+
     if 0 <= args.max_logprobs < NUM_LOGPROBS:
         yield (
             f"--kvgraft-guard: it needs --max-logprobs of at least {NUM_LOGPROBS}, got "
             f"{args.max_logprobs}"
         )
+
     if args.speculative_config is not None:
         yield (
             "--kvgraft-guard: drafts (--speculative-config) would stand in the answers that are "

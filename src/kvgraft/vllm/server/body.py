@@ -10,14 +10,14 @@ from starlette.types import Receive
 from kvgraft.vllm.options import KEY, PARAMS
 from kvgraft.vllm.server.errors import Refused
 
-# bytes
+# maximum length of a body in bytes
 MAX_BODY = 32 << 20
 # fields in which client libraries and proxies wrap extra options
 WRAPPERS = ("extra_body", "extra_args", "extra_params", "model_kwargs", "vllm_xargs")
 
 
 class Disconnected(Exception):
-    """The client disconnected before its request was complete."""
+    """Error: the client disconnected before its request was complete."""
 
 
 async def read_body(headers: Headers, receive: Receive) -> bytes:

@@ -140,6 +140,7 @@ class _Parser(ArgumentParser):
     """Argument parser that raises ValueError instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise ValueError with argparse's message."""
         raise ValueError(message)
 
 

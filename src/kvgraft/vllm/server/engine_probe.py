@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 
 from kvgraft.vllm.server.metrics import EngineSilence
 
-# between an answer and the next question
+# seconds between an answer and the next question
 PERIOD_S = 1.0
 ACCELERATOR_LIMIT_S = 120.0
 CPU_MARGIN_S = 30.0

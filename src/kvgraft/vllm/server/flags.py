@@ -91,6 +91,7 @@ def _add_owners(group: Any) -> None:
     group.add_argument(
         "--kvgraft-admin-key", help="For the segments API; rather set KVGRAFT_ADMIN_KEY."
     )
+
     group.add_argument(
         SHARE,
         action="append",

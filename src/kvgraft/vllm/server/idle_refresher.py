@@ -11,11 +11,11 @@ from kvgraft.vllm.server.engine_client import TenantEngineClient
 from kvgraft.vllm.server.pins import NO_TEXT
 
 logger = logging.getLogger("kvgraft")
-# without a running request, before a refresh starts
+# seconds without a running request before a refresh starts
 IDLE_S = 0.5
 # tokens that are computed at a time; a new request waits for one step of this size at most
 CHUNK = 512
-# between aborts of a request that may not have reached the engine yet
+# seconds between aborts of a request that may not have reached the engine yet
 ABORT_S = 0.01
 
 

@@ -25,6 +25,7 @@ class Keys:
     admin_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        """Check the keys."""
         if not all(self.api_keys) or self.admin_key == "":
             raise ValueError("a key must not be empty")
         if len(set(self.api_keys)) < len(self.api_keys):

@@ -197,6 +197,7 @@ class _Answer:
         self._has_started = self._is_stream = self._is_whole = False
 
     async def __call__(self, message: Message) -> None:
+        """Send a message and record its part of the answer."""
         await self._send(message)
         if message["type"] == "http.response.start":
             self._has_started = True

@@ -11,9 +11,9 @@ from vllm.sampling_params import RequestOutputKind
 
 from kvgraft.guard.guard import ANSWER_TOKENS, Ticket
 
-# most likely tokens at each position of the answer
+# number of most likely tokens at each position of the answer
 NUM_LOGPROBS = 20
-# of one position, by token id
+# log-probabilities of one position, by token id
 Logprobs = dict[int, float]
 
 

@@ -204,6 +204,7 @@ def _reporting(call: Call | None, send: Send) -> Send:
     streams, start, whole = False, None, bytearray()
 
     async def send_with_report(message: Message) -> None:
+        """Send a message, or hold it until the whole body is known."""
         nonlocal streams, start
         if message["type"] == "http.response.start":
             streams = (

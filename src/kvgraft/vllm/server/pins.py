@@ -12,7 +12,7 @@ from kvgraft.vllm.server.engine_client import TenantEngineClient
 from kvgraft.vllm.server.errors import Refused
 from kvgraft.vllm.server.tenancy import Principal, Tenant
 
-# tenant, namespace, adapter
+# key of a list of pins: tenant, namespace, adapter
 PinPlace = tuple[Tenant, str, str]
 PinFields = dict[str, Any]
 # prompt of operations other than `pin`: the engine ignores it, and a prompt needs a token

@@ -25,7 +25,7 @@ class ServerPlugin:
     """Implementation of `vllm.plugins.endpoint_plugins.interface.EndpointPlugin`."""
 
     name = "kvgraft"
-    # None loads the plugin on every server, whatever tasks its model has
+    # None loads the plugin on every server, for any task of its model
     required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:

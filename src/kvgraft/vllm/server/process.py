@@ -128,6 +128,7 @@ def _process(
             stderr=None if output is None else subprocess.STDOUT,
             start_new_session=True,
         )
+
     try:
         yield process
     finally:

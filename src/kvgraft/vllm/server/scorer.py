@@ -19,11 +19,11 @@ from kvgraft.vllm.server.metrics import GuardMetrics
 logger = logging.getLogger("kvgraft")
 # tokens that are computed at a time; a new request waits for one chunk at most
 CHUNK = 512
-# between checks for waiting requests
+# seconds between checks for waiting requests
 POLL_S = 0.02
 # if requests wait all the time, one chunk is computed after this time
 FLOOR_S = 10.0
-# answers in the queue
+# maximum number of answers in the queue
 MOST_WAITING = 64
 # Answers that are scored concurrently. Chunks are computed one by one; decode steps run in a batch.
 AT_ONCE = 4

@@ -45,10 +45,12 @@ class Grants:
                     f"{SHARE} {name!r}: say whom it is shared with, as NAME=KEY,KEY or "
                     f"NAME={EVERYBODY}"
                 )
+
             check_name(f"{SHARE}: a name", name)
             if name in self._readers:
                 raise ValueError(f"{SHARE} {name!r} is given twice: name all of its keys in one")
             self._readers[name] = _tenants(name, keys, keyring.tenants)
+
         if self._readers and not keyring.has_admin:
             raise ValueError(
                 f"{SHARE} {', '.join(self._readers)}: only an admin key can fill it, and there is "

@@ -48,6 +48,7 @@ def _model(args: Namespace, config: VllmConfig) -> dict[str, str]:
     pool = f"{cache.gpu_memory_utilization:.0%} of device memory, without weights and activations"
     if cache.kv_cache_memory_bytes:
         pool = f"{cache.kv_cache_memory_bytes / GIB:.2f} GiB"
+
     tokens = config.scheduler_config.max_num_batched_tokens
     return {
         "model": model.model,
@@ -114,18 +115,22 @@ def _off(
         yield "grafting", f"--kvgraft-mode {SHADOW}"
     if not settings.continuation:
         yield "continuation of conversations", "--no-kvgraft-continuation"
+
     if settings.similarity is None:
         yield "near-duplicates", "no --kvgraft-match similar"
     if settings.store is None:
         yield "store", "no --kvgraft-store-dir, -ram-gib or -shared"
+
     if not settings.guard:
         yield "guard", "no --kvgraft-guard"
     if not settings.idle_refresh:
         yield "refresh", "no --kvgraft-idle-refresh"
+
     if Keys.of(args).admin_key is None:
         yield "segments API", "no KVGRAFT_ADMIN_KEY"
     if (config.additional_config or {}).get(FLOW) is None:
         yield "flow", "no --flow"
+
     yield from _off_by_model(config)
 
 
