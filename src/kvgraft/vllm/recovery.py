@@ -56,7 +56,7 @@ class Job:
 
     @property
     def new_blocks(self) -> torch.Tensor:
-        """Those of `own_blocks` that hold nothing known yet, only leftovers of other requests."""
+        """Blocks of `own_blocks` that hold nothing known yet, only leftovers of other requests."""
         return self._blocks_but(self.plan.prefix | self.plan.in_place)
 
     def _blocks_but(self, where: torch.Tensor) -> torch.Tensor:
@@ -130,6 +130,7 @@ class RecoveryBatch:
         self._task.parent.switch()
 
     def _run(self) -> None:
+        """Recover all jobs and set `outcomes`."""
         policy = self.jobs[0].policy
         if not isinstance(policy, KeepsDocuments):
             self.outcomes = self._attempt(self._recover, self.jobs)
@@ -207,6 +208,7 @@ class RecoveryBatch:
     def _outcome(
         self, ctx: VllmPrefill, hidden: Hidden, number: int, finite: bool
     ) -> RecoveryResult:
+        """Return the result of prompt `number` in a recovered batch."""
         prompt = ctx.plan.prompts[number]
         share = int(ctx.computed[number]) / (ctx.num_layers * ctx.plan.lengths[number])
         recomputed = int((hidden.where & ctx.plan.grafted)[prompt].sum())

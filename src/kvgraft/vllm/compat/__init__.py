@@ -1,8 +1,9 @@
-"""Everything that depends on vLLM's version or platform: the names that vLLM loads us by, and small
-dealings with it.
+"""Everything that depends on vLLM's version or platform.
 
-`support` says what is supported, `model` reaches the loaded model. `tests/vllm/test_contract.py`
-asserts each symbol and signature used here and in the connector."""
+This module has the names by which vLLM loads KVGraft, and small changes to vLLM's objects.
+`support` says what is supported. `model` wraps the loaded model. `tests/vllm/test_contract.py`
+asserts each symbol and signature used here and in the connector.
+"""
 
 import hashlib
 import os
@@ -15,15 +16,20 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 WORKER_CLASS = "kvgraft.vllm.worker.KVGraftWorker"
 CONNECTOR, CONNECTOR_MODULE = "KVGraftConnector", "kvgraft.vllm.connector"
 
-# before the name of a model class: the same with an attention layer for each KV head
+# prefix of our model classes with an attention layer for each KV head
 BY_HEAD = "KVGraftByHead"
-HEAD_MAP = "kvgraft_head_map"  # in vLLM's additional_config: the path of the map
-FLOW = "kvgraft_flow"  # likewise: the flow that decode steps follow
-ALLOW_UNTESTED = "kvgraft_allow_untested"  # likewise: beside a map, the setting `allow_untested`
+# key in vLLM's additional_config: path of the head map
+HEAD_MAP = "kvgraft_head_map"
+# key in vLLM's additional_config: the flow that decode steps follow
+FLOW = "kvgraft_flow"
+# key in vLLM's additional_config: `allow_untested` for a server with a head map
+ALLOW_UNTESTED = "kvgraft_allow_untested"
 
 
 def transfer_config(**settings: Any) -> KVTransferConfig:
-    """What vLLM's `--kv-transfer-config` must say; `settings` are those of `settings.py`."""
+    """Return the value of vLLM's `--kv-transfer-config` for these settings (see
+    `KVGraftSettings`).
+    """
     return KVTransferConfig(
         kv_connector=CONNECTOR,
         kv_connector_module_path=CONNECTOR_MODULE,
@@ -34,7 +40,7 @@ def transfer_config(**settings: Any) -> KVTransferConfig:
 
 
 def nonce_hash(nonce: bytes, block: int) -> Any:
-    """A block hash that no content has."""
+    """Return a block hash that no content has."""
     return BlockHash(hashlib.sha256(nonce + block.to_bytes(8, "little")).digest())
 
 
@@ -55,8 +61,7 @@ def hide_answer(request: Any, block_size: int) -> None:
 
 
 def salt_hashes(request: Any, salt: str) -> None:
-    """Give the blocks of a request hashes that only others with this salt have, beside its own
-    one."""
+    """Add a salt to the block hashes of a request, in addition to its own cache salt."""
     hasher = request._block_hasher
 
     def salted(request: Any) -> list[Any]:
@@ -73,8 +78,10 @@ def salt_hashes(request: Any, salt: str) -> None:
 
 
 def set_prompt(request: Any, token_ids: list[int]) -> None:
-    """Give a request that waits another prompt; block hashes are those of the new one. What workers
-    know of one that has run is another thing: `set_known_prompt`."""
+    """Replace the prompt of a waiting request and rehash its blocks.
+
+    If the request has run before, `set_known_prompt` must update the workers too.
+    """
     request.prompt_token_ids, request.num_prompt_tokens = token_ids, len(token_ids)
     request._all_token_ids[:] = [*token_ids, *request.output_token_ids]
     request.block_hashes.clear()
@@ -82,11 +89,11 @@ def set_prompt(request: Any, token_ids: list[int]) -> None:
 
 
 def set_known_prompt(runner: Any, request_id: str, token_ids: list[int]) -> None:
-    """Have a worker know another prompt of a preempted request before that is resumed.
+    """Replace the prompt of a preempted request in a worker before vLLM resumes the request.
 
     Args:
-        runner: vLLM's model runner. V1 keeps the prompts of preempted requests and is told of their
-            blocks only; V2 forgets them, and is told everything again.
+        runner: vLLM's model runner. V1 keeps the prompts of preempted requests and receives only
+            their blocks again. V2 forgets them and receives everything again.
     """
     known = getattr(runner, "requests", {}).get(request_id)
     if known is not None:
@@ -94,8 +101,7 @@ def set_known_prompt(runner: Any, request_id: str, token_ids: list[int]) -> None
 
 
 def before_prefix_lookup(kv_cache_manager: Any, callback: Callable[[Any], object]) -> None:
-    """Run callback with a request before vLLM looks for the beginning of its prompt: vLLM has no
-    hook there."""
+    """Call `callback` with a request before vLLM looks up its prefix. vLLM has no hook there."""
     look_up = kv_cache_manager.get_computed_blocks
 
     def get_computed_blocks(request: Any, *args: Any) -> Any:
@@ -106,8 +112,10 @@ def before_prefix_lookup(kv_cache_manager: Any, callback: Callable[[Any], object
 
 
 def on_cache_reset(kv_cache_manager: Any, callback: Callable[[], bool]) -> None:
-    """Run callback before vLLM resets its prefix cache: vLLM has no hook there, and refuses while
-    blocks are pinned. If it returns False the cache stays."""
+    """Call `callback` before vLLM resets its prefix cache; keep the cache if it returns False.
+
+    vLLM has no hook there, and refuses the reset while blocks are pinned.
+    """
     reset = kv_cache_manager.reset_prefix_cache
 
     def reset_prefix_cache() -> bool:

@@ -1,9 +1,8 @@
-"""LoRA adapters: what tells one from others, and which of them our own passes through the model run
-under.
+"""LoRA adapters: digests of their weights, and adapters in our own passes through the model.
 
-vLLM maps every row of a step to an adapter, and runs us between the step's forward pass and its
-logits. So we map the rows of our passes, and then give back vLLM's mapping and the slots that its
-adapters had."""
+vLLM maps every row of a step to an adapter. It runs our passes between the step's forward pass and
+its logits. So we map the rows of our passes, and then restore vLLM's mapping and adapter slots.
+"""
 
 import hashlib
 import os
@@ -18,25 +17,29 @@ from msgspec.structs import replace
 from vllm.lora.layers import LoRAMapping
 from vllm.lora.request import LoRARequest
 
-FILES = "adapter_*"  # what vLLM reads of an adapter's directory: its configuration and its weights
+# files that vLLM reads in an adapter's directory: configuration and weights
+FILES = "adapter_*"
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter as a request names it, with the digest of the weights that it means."""
+    """Adapter that a request names, with the digest of the weights that it expects."""
 
     request: LoRARequest
     digest: str
 
 
 def adapter_digest(request: LoRARequest) -> str | None:
-    """What tells an adapter's weights from others', whatever their name: SHA-256 over the files
-    that vLLM loads, as they are now. None if they are not on this machine."""
+    """Return a SHA-256 over the adapter's files that vLLM loads, regardless of its name.
+
+    Returns:
+        None if the files are not on this machine.
+    """
     try:
         directory = _directory(request.lora_path)
         stats = [(path.name, path.stat()) for path in sorted(directory.glob(FILES))]
         stamps = tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
-        # of experts; not known to all versions
+        # Layout of expert weights; not all vLLM versions have it.
         layout = "3d" if getattr(request, "is_3d_lora_weight", False) else ""
         return _digest(directory, stamps) + layout if stamps else None
     except OSError:
@@ -44,7 +47,11 @@ def adapter_digest(request: LoRARequest) -> str | None:
 
 
 def _directory(path: str) -> Path:
-    """Where vLLM finds it, without asking the network; OSError if it is not here."""
+    """Return the directory in which vLLM finds an adapter, without network access.
+
+    Raises:
+        OSError: the adapter is not on this machine.
+    """
     local = Path(path).expanduser()
     if local.is_absolute() or local.exists():
         return local.absolute()
@@ -56,7 +63,10 @@ def _directory(path: str) -> Path:
 
 @lru_cache(1024)
 def _digest(directory: Path, stamps: tuple[tuple[str, int, int, int], ...]) -> str:
-    """Of these files; they are read again when their sizes, times or inodes have changed."""
+    """Return the digest of these files.
+
+    They are read again when size, time or inode has changed.
+    """
     found = hashlib.sha256()
     for name, size, *_ in stamps:
         found.update(f"{len(name)} {name} {size} ".encode())
@@ -66,10 +76,10 @@ def _digest(directory: Path, stamps: tuple[tuple[str, int, int, int], ...]) -> s
 
 
 class RunnerAdapters:
-    """The adapters of a model runner. Without LoRA it does nothing.
+    """Adapters of a model runner. Without LoRA it does nothing.
 
     Args:
-        runner: vLLM's model runner, V1 or V2; methods of its adapter manager are replaced on this
+        runner: vLLM's model runner, V1 or V2. Methods of its adapter manager are replaced on this
             instance.
     """
 
@@ -77,12 +87,21 @@ class RunnerAdapters:
         self._manager = manager = (
             runner.lora_manager if runner.vllm_config.lora_config is not None else None
         )
-        self._loaded: dict[int, str] = {}  # digests by vLLM's ids
+
+        # digests by vLLM's adapter ids
+        self._loaded: dict[int, str] = {}
         self._untold: dict[int, str] = {}
         self._wanted: Adapter | None = None
-        self._num_rows: int | None = None  # that are mapped to it
-        self._theirs: tuple[Any, ...] = ()  # what vLLM has set for the step that is under way
-        self._is_theirs = True  # whether that stands
+
+        # rows mapped to `_wanted` at present
+        self._num_rows: int | None = None
+
+        # arguments of vLLM for the step under way
+        self._theirs: tuple[Any, ...] = ()
+
+        # True while vLLM's own mapping is active
+        self._is_theirs = True
+
         if manager is not None:
             self._load, manager._load_adapter = manager._load_adapter, self._note_load
             self._set, manager.set_active_adapters = manager.set_active_adapters, self._note_step
@@ -92,18 +111,24 @@ class RunnerAdapters:
             )
 
     def use(self, adapter: Adapter | None) -> None:
-        """What the next passes run under; None: the model itself. To be said again whenever vLLM
-        has run between."""
+        """Set the adapter of the next passes; None for the base model.
+
+        Call this again after vLLM has run in between.
+        """
         self._wanted, self._num_rows = adapter, None
 
     def map_rows(self, num_rows: int) -> None:
-        """A pass of so many rows is about to begin: at most as many as vLLM computes in a step.
+        """Map the rows of the next pass to the adapter.
+
+        Args:
+            num_rows: rows of the pass, at most those that vLLM computes in a step.
 
         Raises:
-            RuntimeError: the adapter does not have the weights any more that it was said to have.
+            RuntimeError: the adapter's weights are not those that the request expects.
         """
         if self._manager is None or num_rows in (0, self._num_rows):
             return
+
         self._is_theirs = False
         if self._wanted is None:
             self._map(set(), 0, num_rows)
@@ -116,26 +141,31 @@ class RunnerAdapters:
                 raise RuntimeError(
                     f"adapter {request.lora_name!r} has other weights than when this was planned"
                 )
+
         self._num_rows = num_rows
 
     def give_back(self) -> None:
-        """Let vLLM's step go on with its own adapters."""
+        """Restore the adapters of vLLM's own step."""
         if self._theirs and not self._is_theirs:
             active, mapping = self._theirs
             self._set({replace(request, load_inplace=False) for request in active}, mapping)
         self._theirs, self._is_theirs = (), True
 
     def take_loaded(self) -> dict[int, str]:
-        """Digests of what has been loaded since the last call, by vLLM's ids."""
+        """Return the digests of adapters loaded since the last call, by vLLM's ids."""
         untold, self._untold = self._untold, {}
         return untold
 
     def _map(self, active: set[LoRARequest], number: int, num_rows: int) -> None:
+        """Map `num_rows` rows to the adapter with this number."""
         rows = (number,) * num_rows
         self._set(active, LoRAMapping(rows, rows, is_prefill=True))
 
     def _note_load(self, request: LoRARequest) -> Any:
-        """As vLLM's own, which it calls. Weights that change meanwhile are like no others."""
+        """Load an adapter as vLLM does, and record its digest.
+
+        Weights that change while they are loaded get a random digest.
+        """
         before = adapter_digest(request)
         found = self._load(request)
         after = adapter_digest(request)
@@ -145,11 +175,11 @@ class RunnerAdapters:
         return found
 
     def _note_step(self, *given: Any) -> None:
-        """As vLLM's own, which it calls."""
+        """Set a step's adapters as vLLM does, and remember them."""
         self._theirs = given
         self._set(*given)
 
     def _note_removal(self) -> None:
-        """Likewise: there is nothing to give back."""
+        """Remove all adapters as vLLM does. Then there is nothing to restore."""
         self._theirs = ()
         self._remove_all()

@@ -1,5 +1,6 @@
-"""Copies of cached tokens at other positions ("align") in vLLM's cache, many layers at a time
-(SparseX, 3.1)."""
+"""Copies of cached tokens to other positions ("align") in vLLM's cache, many layers at a time
+(SparseX, 3.1).
+"""
 
 from collections.abc import Hashable, Sequence
 from functools import cached_property
@@ -16,20 +17,23 @@ from kvgraft.vllm.compat.layer_caches import Places
 if TYPE_CHECKING:
     from kvgraft.vllm.compat.model import ModelHost
 
-PACKED_TOKENS = 1024  # that are unpacked at a time: what fits a CPU's cache
-TOKENS = 1 << 16  # of a call, which needs no memory of its own
+# tokens to unpack at a time; they fit a CPU's cache
+PACKED_TOKENS = 1024
+# tokens per call; the kernel needs no memory of its own
+TOKENS = 1 << 16
 
 
 class Alignment:
-    """Some tokens, which every layer copies alike but for how its keys turn.
+    """Copy of some tokens in every layer, with keys rotated to their new positions.
 
-    Where blocks hold rows of numbers, one kernel serves all layers that are alike. vLLM's CPU
-    backend packs blocks as its instruction set wants them, so there each layer is unpacked, turned
-    and written by the backend.
+    Where blocks are rows of numbers, one kernel call serves all layers of the same form. vLLM's CPU
+    backend packs blocks for its instruction set. There each layer is unpacked, rotated and written
+    by the backend.
 
     Args:
+        host: the loaded model and its cache.
         source, target: slots int64 [n].
-        shifts: int64 [n], how many positions each token moves.
+        shifts: int64 [n], number of positions that each token moves.
     """
 
     def __init__(self, host: "ModelHost", source: Tensor, target: Tensor, shifts: Tensor) -> None:
@@ -38,11 +42,11 @@ class Alignment:
 
     @staticmethod
     def most_tokens(host: "ModelHost") -> int:
-        """How many tokens it should be given."""
+        """Return the maximum number of tokens per alignment."""
         return PACKED_TOKENS if host.device.type == "cpu" else TOKENS
 
     def parts(self, layers: Sequence[int]) -> list[list[int]]:
-        """These layers, by which of them go in one call."""
+        """Split these layers into groups that one call can serve."""
         alike: dict[Hashable, list[int]] = {}
         for index in layers:
             rows = self._host.rows_of(index)
@@ -54,16 +58,18 @@ class Alignment:
         return list(alike.values())
 
     def __call__(self, part: Sequence[int]) -> None:
-        """Copy keys and values of one of the `parts`, and turn the keys."""
+        """Copy keys and values in the layers of one of the `parts`, and rotate the keys."""
         index, rotation = part[0], self._host.rotations[part[0]]
         if self._host.is_packed(index):
             keys, values = self._host.codes_at(index, self._packed_places)
             turned = rotation.turn(keys.float(), self._angles(rotation, keys.shape[1]))
             self._host.write_codes(index, self._host.coded(turned), values, self._target)
             return
+
         angles = self._angles(rotation)
         if angles is None:
             angles = (torch.zeros(self._source.numel(), 0, device=self._source.device),) * 2
+
         caches = [self._host.rows_of(index) for index in part]
         align_paged(
             caches,
@@ -78,12 +84,14 @@ class Alignment:
 
     @cached_property
     def _packed_places(self) -> Places:
-        """Of the sources, where blocks are packed."""
+        """Places of the source tokens in packed blocks."""
         return self._host.places_of(self._source, packed=True)
 
     def _angles(self, rotation: KeyRotation, num_heads: int = 0) -> Angles:
-        """Of the shifts; laid out for keys of so many heads if there are any (a draft model may
-        have others)."""
+        """Return the angles of the shifts, laid out for `num_heads` heads unless that is 0.
+
+        A draft model may have another number of heads.
+        """
         if (rotation, num_heads) not in self._tables:
             found = rotation.angles(self._shifts)
             self._tables[rotation, num_heads] = (

@@ -1,5 +1,6 @@
-"""vLLM's command line, from where its version has put it, and the configuration that it stands
-for."""
+"""vLLM's command line, from where each version has put it, and the configuration that it
+describes.
+"""
 
 import os
 from argparse import Namespace
@@ -9,16 +10,19 @@ from typing import Any
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-try:  # 0.33
+# vLLM 0.33
+try:
     from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.common.startup import cli_env_setup
-except ImportError:  # 0.31, 0.32
+# vLLM 0.31 and 0.32
+except ImportError:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
 try:
     from vllm.entrypoints.launchers.launcher import validate_api_server_args
-except ImportError:  # elsewhere the server itself refuses what this checks, with a traceback
+# In other versions the server itself refuses what this checks, with a traceback.
+except ImportError:
 
     def validate_api_server_args(args: Namespace) -> None:
         """Check nothing."""
@@ -34,11 +38,12 @@ __all__ = [
 
 
 def engine_config(args: Namespace) -> Any:
-    """vLLM's configuration of an engine, made as its server makes it; arguments and environment
-    stay as they are.
+    """Return vLLM's engine configuration, made as its server makes it.
+
+    Arguments and environment stay as they are.
 
     Raises:
-        ValueError: these arguments make none; the message says why.
+        ValueError: vLLM refuses these arguments; the message says why.
     """
     environment = dict(os.environ)
     try:
@@ -46,7 +51,8 @@ def engine_config(args: Namespace) -> Any:
         return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except OSError:
         raise
-    except Exception as error:  # pydantic's, assertions, whatever a platform raises
+    # pydantic errors, assertions and errors of the platform
+    except Exception as error:
         raise ValueError(f"vLLM refuses this configuration: {_said(error)}") from error
     finally:
         os.environ.clear()
@@ -54,7 +60,7 @@ def engine_config(args: Namespace) -> Any:
 
 
 def _said(error: Exception) -> str:
-    """The messages of an error, without what pydantic adds to them."""
+    """Return the messages of an error, without what pydantic adds to them."""
     if not hasattr(error, "errors"):
         return str(error) or type(error).__name__
     return "; ".join(str(found["msg"]).removeprefix("Value error, ") for found in error.errors())

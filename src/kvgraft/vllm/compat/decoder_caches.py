@@ -1,4 +1,4 @@
-"""The cache by decoder layer, whose KV heads may each be an attention layer of vLLM."""
+"""KV cache by decoder layer, where each KV head may be an attention layer of vLLM."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -12,17 +12,16 @@ from kvgraft.vllm.compat.layer_caches import LayerCaches
 
 
 class DecoderCaches(LayerCaches):
-    """`LayerCaches`, whose attention layers are numbered through, with the decoder layers that
-    these are parts of.
+    """`LayerCaches` that also maps decoder layers to their attention layers.
 
     Args:
         attentions: vLLM's attention layers by decoder layer: one each, or one for each KV head.
         group_of: by attention layer, the number of its KV cache group, 0 being the main one (see
             `groups`).
-        given: what follows the attention layers in `LayerCaches`.
+        given: arguments of `LayerCaches` behind the attention layers.
 
     Attributes:
-        num_kv_heads: of a decoder layer.
+        num_kv_heads: KV heads of a decoder layer.
     """
 
     def __init__(
@@ -35,37 +34,39 @@ class DecoderCaches(LayerCaches):
         self.num_kv_heads *= len(attentions[0])
 
     def attentions_of(self, index: int) -> range:
-        """The attention layers of a decoder layer, by their number."""
+        """Return the numbers of a decoder layer's attention layers."""
         return self._attentions_of[index]
 
     def read_layer(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a decoder layer in these slots int64 [groups, n], each [n, Hkv, d]."""
+        """Return keys and values of a decoder layer in slots int64 [groups, n], each [n, Hkv,
+        d].
+        """
         return _joined(
             [self.read(at, slots[self.group_of[at]]) for at in self.attentions_of(index)]
         )
 
     def read_layer_again(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """As `read_layer`, of such numbers as `store_layer` takes to store them bit for bit."""
+        """Return keys and values as `read_layer` does, for `store_layer` to store bit for bit."""
         return _joined(
             [self.read_again(at, slots[self.group_of[at]]) for at in self.attentions_of(index)]
         )
 
     def write_layer(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Store keys and values [n, Hkv, d] of a decoder layer in these slots int64 [groups, n], as
-        `write` does."""
+        """Write keys and values [n, Hkv, d] of a decoder layer to slots int64 [groups, n], as
+        `write` does.
+        """
         for given in self._by_attention(index, keys, values, slots):
             self.write(*given)
 
     def store_layer(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """As `write_layer`, but as `store` does."""
+        """Store keys and values of a decoder layer as `store` does."""
         for given in self._by_attention(index, keys, values, slots):
             self.store(*given)
 
     def _by_attention(
         self, index: int, keys: Tensor, values: Tensor, slots: Tensor
     ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Keys and values [n, Hkv, d] of a decoder layer and slots [n], by the attention layers
-        with these heads."""
+        """Yield number, keys, values and slots [n] for each attention layer of a decoder layer."""
         own = self.attentions_of(index)
         slots_of = [slots[self.group_of[at]] for at in own]
         return zip(
@@ -74,7 +75,7 @@ class DecoderCaches(LayerCaches):
 
 
 def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Keys and values [n, H, d] of the attention layers of a decoder layer, as its own."""
+    """Join keys and values [n, H, d] of attention layers to those of their decoder layer."""
     if len(parts) == 1:
         return parts[0]
     keys, values = (torch.cat(heads, dim=1) for heads in zip(*parts, strict=True))

@@ -1,4 +1,4 @@
-"""The decoder layers of vLLM's model classes, called alike, whatever the family."""
+"""Decoder layers of vLLM's model classes, with one interface for every family."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -17,19 +17,22 @@ from kvgraft.vllm.heads.attention import HeadAttention
 class DecoderLayer:
     """One decoder layer.
 
-    Most families keep a hidden state and a residual apart, which their next norm adds; others one
-    sum (Granite, and all that vLLM runs through transformers). Here every layer has both; with one
-    sum the residual is zero.
+    Most families keep a hidden state and a residual apart, which their next norm adds. Others keep
+    one sum (Granite, and all models that vLLM runs through transformers). Here every layer has
+    both; with one sum the residual is zero.
 
     Attributes:
+        module: vLLM's module of the layer.
         attentions: vLLM's attention layers in it, which know their parts of the cache: one, or one
             for each KV head.
-        attention: what is given all queries, keys and values: that one, or what hands them out;
-            `block`: what projects to it and from it.
-        rotary: what rotates its queries and keys; None if nothing does.
+        attention: module that receives all queries, keys and values: the one attention layer, or
+            the `HeadAttention` that distributes them.
+        block: module with the projections to and from the attention.
+        rotary: module that rotates queries and keys, or None.
+        keeps_residual: True if hidden state and residual are kept apart.
 
     Raises:
-        ValueError: there is not one attention layer in it, or one for each KV head.
+        ValueError: the layer has neither one attention layer nor one for each KV head.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -39,6 +42,7 @@ class DecoderLayer:
             raise ValueError(
                 f"{type(module).__name__} has {len(found)} attention layers: only one is supported"
             )
+
         self.module = module
         self.attentions: list[Any] = found
         self.attention: Any = found[0] if by_head is None else by_head
@@ -52,8 +56,15 @@ class DecoderLayer:
     def __call__(
         self, positions: Tensor, hidden: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Positions int64 [n]; hidden and residual [n, D], the latter None before the first layer
-        -> both [n, D]."""
+        """Run the layer.
+
+        Args:
+            positions: int64 [n].
+            hidden, residual: [n, D]; the residual is None before the first layer.
+
+        Returns:
+            Hidden state and residual, [n, D] each.
+        """
         if self.keeps_residual:
             after: tuple[Tensor, Tensor] = self.module(
                 positions=positions, hidden_states=hidden, residual=residual
@@ -63,26 +74,33 @@ class DecoderLayer:
         return states, torch.zeros_like(states)
 
     def entering(self, given: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
-        """The residual stream [n, D] that enters the layer, by the arguments of its call."""
+        """Return the residual stream [n, D] that enters the layer, from the arguments of its
+        call.
+        """
         arguments = self._signature.bind(*given, **named).arguments
         hidden: Tensor = arguments["hidden_states"]
         residual = arguments.get("residual")
         return hidden if residual is None else hidden + residual
 
     def project_output(self, attended: Tensor) -> Tensor:
-        """What the attention [n, Hq d] adds to the residual stream [n, D]; of the families in
-        `IN_STEPS`."""
+        """Return what the attention [n, Hq d] adds to the residual stream [n, D].
+
+        Only for the families in `IN_STEPS`.
+        """
         output: Tensor = self.block.o_proj(attended)[0]
         return output
 
     def attending(self, forward: Callable[..., Tensor]) -> AbstractContextManager[None]:
-        """Have this in the place of the attention layer's own `forward`, which it may call."""
+        """Replace the attention layer's `forward` within a context. The replacement may call it."""
         return replaced(self.attention, "forward", forward)
 
     @contextmanager
     def after_attention(self, output: Tensor) -> Iterator[None]:
-        """Have the layer take this [n, D] for what its attention adds to the residual that it is
-        given, and compute nothing before that; of the families in `IN_STEPS`."""
+        """Let the layer run only from behind its attention, within a context.
+
+        The layer takes `output` [n, D] for what its attention adds to the given residual. Only for
+        the families in `IN_STEPS`.
+        """
         norm = self.module.input_layernorm
         with (
             replaced(norm, "forward", lambda hidden, residual: (hidden, residual)),
@@ -92,11 +110,12 @@ class DecoderLayer:
 
 
 class TransformersLayer(DecoderLayer):
-    """One that vLLM runs through its transformers backend (OLMo 2 and 3).
+    """Decoder layer that vLLM runs through its transformers backend (OLMo 2 and 3).
 
     Args:
-        rotary: of the model, which gives a layer its cosines and sines.
-        kind: of the layer, where kinds have frequencies of their own.
+        module: vLLM's module of the layer.
+        rotary: module of the model that gives a layer its cosines and sines.
+        kind: kind of the layer, where kinds have frequencies of their own.
     """
 
     def __init__(self, module: nn.Module, rotary: nn.Module, kind: str) -> None:
@@ -122,7 +141,7 @@ class TransformersLayer(DecoderLayer):
 
 
 def layers_of(model: Any) -> list[DecoderLayer]:
-    """The decoder layers of a loaded model."""
+    """Return the decoder layers of a loaded model."""
     inner = model.model
     if not hasattr(inner, "rotary_emb"):
         return [DecoderLayer(layer) for layer in inner.layers]
@@ -134,7 +153,7 @@ def layers_of(model: Any) -> list[DecoderLayer]:
 
 
 def window_of(attention: Any) -> int | None:
-    """How many tokens back an attention layer sees; None: all."""
+    """Return the number of tokens back that an attention layer sees; None for all."""
     window = getattr(attention, "sliding_window", None) or getattr(
         attention, "attention_chunk_size", None
     )
@@ -142,14 +161,15 @@ def window_of(attention: Any) -> int | None:
 
 
 def embed(model: Any, token_ids: Tensor) -> Tensor:
-    """What enters the first layer: int64 [n] -> [n, D]."""
+    """Return what enters the first layer for token ids int64 [n]: [n, D]."""
     states: Tensor = model.embed_input_ids(token_ids)
-    multiplier = getattr(model.model.config, "embedding_multiplier", 1.0)  # Granite
+    # Granite scales its embeddings.
+    multiplier = getattr(model.model.config, "embedding_multiplier", 1.0)
     return states if multiplier == 1.0 else states * multiplier
 
 
 def output_states(model: Any, hidden: Tensor, residual: Tensor, *, keeps_residual: bool) -> Tensor:
-    """The final norm of what has left the last layer, [n, D] each -> [n, D]."""
+    """Return the final norm of what has left the last layer, [n, D] each -> [n, D]."""
     norm = model.model.norm
     normed: Tensor = norm(hidden, residual)[0] if keeps_residual else norm(hidden)
     return normed

@@ -1,6 +1,8 @@
-"""The draft model of speculative decoding: its keys and values lie beside the model's, in layers of
-their own under the same block tables. They never change an answer, only which tokens are
-proposed."""
+"""Draft model of speculative decoding.
+
+Its keys and values have layers of their own under the same block tables as the model's. They never
+change an answer, only which tokens are proposed.
+"""
 
 from typing import Any
 
@@ -14,16 +16,17 @@ from kvgraft.kv.rope import Rope
 
 
 class Drafter:
-    """vLLM's drafter, for recoveries.
+    """vLLM's drafter, as recoveries use it.
 
     Args:
         runner: vLLM's model runner, V1.
 
     Attributes:
-        attentions: its attention layers.
-        rope: its rotary frequencies.
-        entering: layers of the model; the drafter takes what enters these for its hidden states
-            (EAGLE-3), and what leaves the last one as such a layer.
+        attentions: attention layers of the draft model.
+        rope: rotary frequencies of the draft model.
+        takes_hidden: True if the draft model reads hidden states of the model.
+        entering: layers of the model whose input the drafter reads as hidden states (EAGLE-3). The
+            number of layers stands for the output of the last one.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -40,8 +43,11 @@ class Drafter:
         )
 
     def inputs_of(self, token_ids: Tensor, where: Tensor) -> Tensor:
-        """What it reads at these places bool [T] of prompts, int64 [n]: with hidden states, the
-        tokens behind them."""
+        """Return the token ids int64 [n] that the drafter reads at the places set in `where` bool
+        [T].
+
+        With hidden states these are the tokens one position further.
+        """
         return (token_ids.roll(-1) if self.takes_hidden else token_ids)[where]
 
     def run(
@@ -52,10 +58,13 @@ class Drafter:
         common: CommonAttentionMetadata,
         hidden: Tensor | None,
     ) -> None:
-        """Write its keys and values of n tokens to their slots.
+        """Write the draft model's keys and values of n tokens to their slots.
 
         Args:
-            hidden: of the model, [n, D] or of several layers [n, m D]; None if it takes none.
+            token_ids, positions, slots: int64 [n].
+            common: vLLM's attention metadata of the tokens.
+            hidden: hidden states of the model, [n, D] or of several layers [n, m D]; None if
+                unused.
         """
         metadata = {
             name: group.get_metadata_builder().build(0, common, fast_build=True)
@@ -68,6 +77,7 @@ class Drafter:
             given["hidden_states"] = (
                 model.combine_hidden_states(hidden) if self.entering else hidden
             )
+
         with set_forward_context(
             metadata,
             self._config,
@@ -79,12 +89,16 @@ class Drafter:
 
 
 def has_draft_model(config: VllmConfig) -> bool:
-    """Whether drafts are made by layers with keys and values of their own."""
+    """Return True if drafts are made by layers with keys and values of their own."""
     speculation = config.speculative_config
     return speculation is not None and (speculation.use_eagle() or speculation.uses_draft_model())
 
 
 def draft_rope(config: VllmConfig) -> Rope:
-    """The draft model's rotary frequencies; ValueError if they are not static."""
+    """Return the draft model's rotary frequencies.
+
+    Raises:
+        ValueError: they are not static.
+    """
     model = config.speculative_config.draft_model_config
     return Rope.from_parameters(model.get_head_size(), model.hf_text_config.rope_parameters)

@@ -1,5 +1,4 @@
-"""vLLM's KV cache events, which tell routers what they find where: of ours they name exact blocks
-only."""
+"""vLLM's KV cache events, limited to exact blocks. Routers use these events to find cached text."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -10,12 +9,15 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 
 class ExactEvents:
-    """Takes out of the events what a request has hidden. To vLLM such blocks are ordinary ones, and
-    it would publish them under the prompt's own tokens, behind the last exact block.
+    """Filter masked blocks out of vLLM's KV cache events.
+
+    To vLLM such blocks are ordinary ones. It would publish them under the prompt's own tokens,
+    behind the last exact block.
 
     Args:
-        block_pool: vLLM's, two entrances of which are replaced on this instance.
-        first_hidden: the first hidden block of a request; those behind it are hidden, too.
+        block_pool: vLLM's block pool; two of its methods are replaced on this instance.
+        first_hidden: returns the first masked block of a request. All blocks behind it are masked
+            too.
     """
 
     def __init__(self, block_pool: Any, first_hidden: Callable[[Any], int]) -> None:
@@ -25,9 +27,10 @@ class ExactEvents:
             self.cache_full_blocks,
         )
         self._take, block_pool.take_events = block_pool.take_events, self.take_events
-        # hidden hashes that were cached since the last events were taken
+        # masked hashes cached since the last events were taken
         self._new: Counter[Any] = Counter()
-        self._hidden: Counter[Any] = Counter()  # before that, and not removed yet
+        # masked hashes cached before, and not removed yet
+        self._hidden: Counter[Any] = Counter()
 
     def cache_full_blocks(
         self,
@@ -38,7 +41,7 @@ class ExactEvents:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """As vLLM's own, which it calls."""
+        """Cache blocks as vLLM does, and record the hashes of masked ones."""
         self._cache(request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)
         if self._pool.enable_kv_cache_events:
             first = max(self._first_hidden(request), num_cached_blocks)
@@ -47,13 +50,13 @@ class ExactEvents:
             )
 
     def take_events(self) -> list[Any]:
-        """As vLLM's own, which it calls."""
+        """Return vLLM's events without masked blocks."""
         events = [event for event in map(self._exact, self._take()) if event is not None]
         self._new.clear()
         return events
 
     def _exact(self, event: Any) -> Any:
-        """What of an event may be told, or None."""
+        """Return the part of an event that may be published, or None."""
         if isinstance(event, AllBlocksCleared):
             self._hidden.clear()
         elif isinstance(event, BlockStored):
@@ -64,19 +67,20 @@ class ExactEvents:
         return event
 
     def _count_exact(self, block_hashes: list[Any]) -> int:
-        """How many of consecutive blocks come before the first hidden one; notes the others."""
+        """Return the number of blocks before the first masked one, and record the masked ones."""
         hidden = [
             block_hash in self._new or block_hash in self._hidden for block_hash in block_hashes
         ]
         first = hidden.index(True) if True in hidden else len(hidden)
         for block_hash in block_hashes[first:]:
-            if self._new[block_hash]:  # else it is told again
+            # Without a new entry, the event repeats a known block.
+            if self._new[block_hash]:
                 self._new[block_hash] -= 1
                 self._hidden[block_hash] += 1
         return first
 
     def _published(self, block_hashes: Iterable[Any]) -> Iterator[Any]:
-        """Of removed blocks those that were ever told."""
+        """Yield those of the removed blocks that were published."""
         for block_hash in block_hashes:
             if block_hash not in self._hidden:
                 yield block_hash
@@ -87,7 +91,7 @@ class ExactEvents:
 
 
 def _first_blocks(event: BlockStored, count: int) -> BlockStored | None:
-    """The event of its first blocks alone."""
+    """Return the event with its first `count` blocks only, or None if there are none."""
     event.block_hashes, event.token_ids = (
         event.block_hashes[:count],
         event.token_ids[: count * event.block_size],

@@ -1,11 +1,11 @@
-"""The model classes of vLLM that are supported, and what some of them need."""
+"""Model classes of vLLM that are supported, with special needs of some."""
 
 from vllm.config import VllmConfig
 
 from kvgraft.vllm.compat import BY_HEAD
 
-# attention to the whole prompt, every channel of a head turning: what `samkv` and `condense` can
-# compute
+# Attention to the whole prompt, with every channel of a head rotated: `samkv` and `condense` need
+# this.
 PLAIN = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -19,11 +19,12 @@ PLAIN = (
     "GraniteForCausalLM",
     "GraniteMoeForCausalLM",
 )
-# whose layers add their attention to the residual stream as it is: what `redknot` takes apart
+# Their layers add the attention output to the residual stream unchanged: `redknot` needs this.
 IN_STEPS = PLAIN[:8]
-# whose KV heads can be attention layers of their own (`vllm/heads`)
+# Their KV heads can be attention layers of their own (`vllm/heads`).
 BY_HEAD_ARCHITECTURES = PLAIN[:4]
-ONLY_WITHOUT_ROTARY_KERNEL = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")  # on CPUs
+# supported on CPUs only without vLLM's rotary kernel
+ONLY_WITHOUT_ROTARY_KERNEL = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 ARCHITECTURES = (
     *PLAIN,
     "Olmo3ForCausalLM",
@@ -36,25 +37,26 @@ ARCHITECTURES = (
     *ONLY_WITHOUT_ROTARY_KERNEL,
 )
 
-# attention without windows, sinks and caps of logits: what flows can attend as
+# attention without windows, sinks and caps of logits, as flows need it
 FLOWS = (*PLAIN, "Glm4ForCausalLM", "Glm4MoeForCausalLM")
 
 
 def architecture_of(config: VllmConfig) -> str:
-    """The model class that vLLM has resolved, not only what the checkpoint says; without what we
-    put before it."""
+    """Return the model class that vLLM has resolved, without our prefix."""
     architecture: str = config.model_config.architecture
     return architecture.removeprefix(BY_HEAD)
 
 
 def is_by_head(config: VllmConfig) -> bool:
-    """Whether each KV head is an attention layer (`vllm/heads`)."""
+    """Return True if each KV head is an attention layer (`vllm/heads`)."""
     return bool(config.model_config.architecture.startswith(BY_HEAD))
 
 
 def is_plain(config: VllmConfig) -> bool:
-    """Whether all layers see the whole prompt and turn all channels of their keys, as far as their
-    heads let them."""
+    """Return True if all layers see the whole prompt and rotate all channels of their keys.
+
+    Windows of single heads (`vllm/heads`) do not count here.
+    """
     text = config.model_config.hf_text_config
     partial = (text.rope_parameters or {}).get("partial_rotary_factor") or 1.0
     windows = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}

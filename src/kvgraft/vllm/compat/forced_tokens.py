@@ -1,9 +1,9 @@
-"""Answers that requests give: each token is what the request names, whatever the model would
-choose; log-probabilities are the model's.
+"""Forced answers: each token is what the request names, and log-probabilities are the model's.
 
-vLLM's logits processors, for both of its model runners. Our worker adds them to its runner: were
-they named in vLLM's configuration, the first runner would wait in every step for the tokens of the
-last one, whoever asks for what."""
+These are vLLM's logits processors, for both of its model runners. Our worker adds them to its
+runner. If vLLM's configuration named them, the first runner would wait in every step for the tokens
+of the last one, even without such requests.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -25,10 +25,10 @@ RAW = "raw_logprobs"
 def check_forced_output(
     answer: tuple[int, ...], params: SamplingParams, config: VllmConfig
 ) -> None:
-    """Raise ValueError unless a request with these parameters can have this answer, if it gives
-    one; the message says why."""
+    """Raise ValueError unless a request with these parameters can have this forced answer."""
     if not answer:
         return
+
     vocabulary, mode = config.model_config.get_vocab_size(), config.model_config.logprobs_mode
     if max(answer) >= vocabulary:
         raise ValueError(f"forced_output must hold token ids below {vocabulary}, got {max(answer)}")
@@ -36,6 +36,7 @@ def check_forced_output(
         raise ValueError(
             f"forced_output has {len(answer)} tokens, but max_tokens is {params.max_tokens}"
         )
+
     wrong = {
         "speculative decoding, whose drafts would stand in it": config.speculative_config
         is not None,
@@ -51,48 +52,52 @@ def check_forced_output(
 
 
 class BatchAnswers(AdapterLogitsProcessor):
-    """For the first model runner, whose requests have rows in a batch."""
+    """Logits processor for the first model runner, whose requests have rows in a batch."""
 
     def __init__(self, config: VllmConfig, device: Any) -> None:
         super().__init__(config, device, False)
         self._config = config
 
     def is_argmax_invariant(self) -> bool:
-        """Greedy requests need it, too."""
+        """Return False, since greedy requests need the processor too."""
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> Any:
-        """What is called with the tokens of the answer so far, which may be placeholders, and
-        logits [V]; None for a request that gives no answer."""
+        """Return the processor of one request, or None without a forced answer.
+
+        It is called with the tokens of the answer so far, which may be placeholders, and logits
+        [V].
+        """
         answer = _answer_of(params, self._config)
         return partial(_next, answer) if answer else None
 
 
 class SlotAnswers(LogitsProcessor):
-    """For the second model runner, whose requests have slots."""
+    """Logits processor for the second model runner, whose requests have slots."""
 
     def __init__(self, config: VllmConfig, req_states: Any) -> None:
         self._config, self._num_prompt = config, req_states.prompt_len.np
         self._answers: dict[int, tuple[int, ...]] = {}
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """Whether the request in this slot gives its answer."""
+        """Return True if the request in this slot has a forced answer."""
         self._answers.pop(req_idx, None)
         if answer := _answer_of(sampling_params, self._config):
             self._answers[req_idx] = answer
         return bool(answer)
 
     def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
-        """Logits [requests, V], changed in place."""
+        """Force the next tokens in logits [requests, V], in place."""
         for row, slot in enumerate(ctx.idx_mapping_np.tolist()):
             place = int(ctx.seq_lens_upper_bound_np[row]) - int(self._num_prompt[slot])
-            if place >= 0:  # else more of the prompt is to come
+            # A negative place means that more of the prompt is still to come.
+            if place >= 0:
                 _force(self._answers.get(slot, ()), place, logits[row])
         return logits
 
 
 def add_given_answers(runner: Any) -> None:
-    """Have a model runner, whose cache is set up, give the answers that requests name."""
+    """Add the logits processor to a model runner whose cache is set up."""
     if runner.vllm_config.use_v2_model_runner:
         _add_to_slots(runner)
     else:
@@ -109,8 +114,11 @@ def _add_to_slots(runner: Any) -> None:
 
 
 def _answer_of(params: SamplingParams, config: VllmConfig) -> tuple[int, ...]:
-    """The answer that a request gives; empty if none. What cannot be given the API server has
-    refused; elsewhere the request is answered by the model."""
+    """Return the forced answer of a request; empty if there is none.
+
+    The API server refuses answers that cannot be forced. Elsewhere the model answers such a
+    request.
+    """
     said = ((params.extra_args or {}).get("kv_transfer_params") or {}).get(KEY)
     if not isinstance(said, Mapping):
         return ()
@@ -129,8 +137,7 @@ def _next(answer: tuple[int, ...], so_far: list[int], logits: Tensor) -> Tensor:
 
 
 def _force(answer: tuple[int, ...], place: int, logits: Tensor) -> None:
-    """Leave nothing but the answer's token at this place in logits [V], as far as the answer
-    reaches."""
+    """Leave only the answer's token at this place in logits [V], up to the answer's end."""
     if place < len(answer):
         logits.fill_(float("-inf"))
         logits[answer[place]] = 0.0

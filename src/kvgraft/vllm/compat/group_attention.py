@@ -1,11 +1,11 @@
-"""What attends to the rows of a recovery, decided once for each of vLLM's attention groups when a
-worker starts.
+"""Choice of the attention kernel for a recovery's rows, made per attention group at worker start.
 
-A backend of vLLM takes rows as sequences, one for each run of consecutive tokens, and reads for
-each sequence all keys and values that it sees. A scattered token would read its whole prompt. Our
-kernel reads keys and values once for a tile of rows, wherever these stand, so it takes the rows of
-runs that are shorter than `LONG_RUN`, and the backend takes the others. The backend takes all rows
-where our kernel would not compute the same, and on CPUs."""
+A backend of vLLM takes rows as sequences, one for each run of consecutive tokens. For each sequence
+it reads all keys and values that the run attends to. So a scattered token would read its whole
+prompt. Our kernel reads keys and values once for a tile of rows at any positions. It computes the
+rows of runs shorter than `LONG_RUN`, and the backend computes the others. On CPUs, and where our
+kernel would compute something else, the backend computes all rows.
+"""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,14 +27,15 @@ from kvgraft.vllm.compat.pools import PoolLayout
 from kvgraft.vllm.compat.replacing import replaced
 
 logger = logging.getLogger("kvgraft")
-# rows: with two query heads to a KV head or more, they fill a tile of flash attention
+# Rows. With at least two query heads per KV head they fill a tile of flash attention.
 LONG_RUN = 64
-DEVICES = ("cuda",)  # where our kernel is Triton's
-# that compute what `_PLAIN` names, and no more
+# devices with our Triton kernel
+DEVICES = ("cuda",)
+# backends whose attention `_PLAIN` describes completely
 BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-# whose metadata is not in buffers of `max_num_seqs` sequences
+# backends whose metadata is not in buffers of `max_num_seqs` sequences
 UNBOUNDED = ("FLASH_ATTN", "TRITON_ATTN")
-# attribute of an implementation -> what it is; values if not used
+# attribute of an implementation -> its name in messages, and values if it is not used
 _PLAIN: dict[str, tuple[str, tuple[Any, ...]]] = {
     "attn_type": ("an encoder", (AttentionType.DECODER,)),
     "sliding_window": ("a sliding window", (None, -1, (-1, -1))),
@@ -48,16 +49,16 @@ _PLAIN: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 @dataclass(frozen=True)
 class GroupAttention:
-    """What attends to the rows of a recovery in the layers of one attention group.
+    """Attention of a recovery's rows in the layers of one attention group.
 
     Attributes:
-        number: of its KV cache group, 0 being the main one (see `groups`).
-        backend: of vLLM, by its name.
-        pool: where our kernel finds keys and values; None if the backend attends to all rows.
-        reasons: why it does.
-        max_runs: sequences that the backend can be given at a time; None for any number. If there
-            is a limit, what its metadata builder returns points into buffers that it overwrites the
-            next time.
+        number: number of its KV cache group, 0 being the main one (see `groups`).
+        backend: name of vLLM's backend.
+        pool: location of keys and values for our kernel; None if the backend computes all rows.
+        reasons: reasons why it does.
+        max_runs: maximum number of sequences per call of the backend; None for no limit. With a
+            limit, the result of its metadata builder points into buffers that the next call
+            overwrites.
     """
 
     number: int
@@ -70,7 +71,7 @@ class GroupAttention:
     def of(
         cls, number: int, layers: Sequence[Any], config: VllmConfig, device: torch.device
     ) -> "GroupAttention":
-        """Decide for the attention layers of a group."""
+        """Choose for the attention layers of a group."""
         backend = str(layers[0].attn_backend.get_name())
         reasons = dict.fromkeys(
             reason for layer in layers for reason in _reasons(layer, backend, config, device)
@@ -91,11 +92,11 @@ class GroupAttention:
 
 @dataclass(frozen=True)
 class RecoveryAttention:
-    """What attends in all layers.
+    """Attention of a recovery in all layers.
 
     Attributes:
-        groups: by metadata builder.
-        drafts: whether a draft model's layers attend, too, always by their backend alone.
+        groups: choices by metadata builder.
+        drafts: True if layers of a draft model attend too, always by their backend alone.
     """
 
     groups: tuple[GroupAttention, ...]
@@ -110,8 +111,11 @@ class RecoveryAttention:
         *,
         drafts: bool,
     ) -> "RecoveryAttention":
-        """Decide for vLLM's attention groups, each with the number of its KV cache group, and say
-        it in the log."""
+        """Choose for vLLM's attention groups, and log the choices.
+
+        Args:
+            groups: number of the KV cache group and attention group, for each metadata builder.
+        """
         layers = config.compilation_config.static_forward_context
         named = [(number, [layers[name] for name in group.layer_names]) for number, group in groups]
         decided = tuple(GroupAttention.of(number, own, config, device) for number, own in named)
@@ -121,32 +125,34 @@ class RecoveryAttention:
 
     @property
     def splits_rows(self) -> bool:
-        """Whether a backend takes long runs only, anywhere."""
+        """True if a backend computes only long runs in some group."""
         return any(group.pool is not None for group in self.groups)
 
     @property
     def max_long_runs(self) -> int | None:
-        """Sequences that a backend can be given at a time, at most; None for any number."""
+        """Maximum number of sequences per backend call in all groups; None for no limit."""
         return min(
             (group.max_runs for group in self.groups if group.max_runs is not None), default=None
         )
 
     @property
     def max_runs(self) -> int | None:
-        """The same, if a backend takes all runs anywhere."""
+        """Maximum number of sequences per backend call where some backend computes all runs,
+        else None.
+        """
         takes_all = self.drafts or any(group.pool is None for group in self.groups)
         return self.max_long_runs if takes_all else None
 
 
 @dataclass(frozen=True, eq=False)
 class RowsMetadata:
-    """How the layers of one attention group attend to some rows.
+    """Attention metadata of some rows in the layers of one attention group.
 
     Attributes:
-        backend: vLLM's metadata of the rows that its backend takes, which stand first; None if
+        backend: vLLM's metadata of the leading rows, which its backend computes; None if there are
+            none.
+        pool, scattered: location of keys and values for our kernel, and the other rows; None if
             there are none.
-        pool, scattered: where our kernel finds keys and values, and the other rows; None if there
-            are none.
     """
 
     backend: Any
@@ -155,10 +161,11 @@ class RowsMetadata:
 
     @contextmanager
     def attending(self, attention: Any) -> Iterator[None]:
-        """Have an attention layer attend so."""
+        """Let an attention layer use both kernels within a context."""
         if self.pool is None or self.scattered is None:
             yield
             return
+
         impl, pool, scattered = attention.impl, self.pool, self.scattered
         stock, count = impl.forward, scattered.rows[-1].stop
 
@@ -179,6 +186,7 @@ class RowsMetadata:
                     output[:first],
                     **named,
                 )
+
             segpaged_attention(
                 query[first:], *pool.pools(cache), pool.heads, scattered, impl.scale, output[first:]
             )
@@ -194,8 +202,7 @@ def pseudo_sequences(
     slots: Tensor,
     kernel_blocks: Callable[[Tensor], Tensor],
 ) -> CommonAttentionMetadata:
-    """What a metadata builder is given for runs of consecutive tokens, each as a sequence of its
-    own.
+    """Return input of a metadata builder for runs of consecutive tokens, each as a sequence.
 
     Args:
         queries: per run (prompt, first position, stop position).
@@ -215,6 +222,7 @@ def pseudo_sequences(
     )
 
     own_starts, own_seen, own_rows = upload(slots.device, starts, seen, rows)
+
     return CommonAttentionMetadata(
         query_start_loc=own_starts,
         query_start_loc_cpu=starts,
@@ -232,7 +240,7 @@ def pseudo_sequences(
 
 
 def _reasons(layer: Any, backend: str, config: VllmConfig, device: torch.device) -> Iterator[str]:
-    """Why our kernel cannot stand in for the backend of an attention layer."""
+    """Yield reasons why our kernel cannot replace the backend of an attention layer."""
     if device.type not in DEVICES:
         yield f"device {device.type}"
     elif type(layer) is not Attention or backend not in BACKENDS:

@@ -1,5 +1,4 @@
-"""vLLM's own attention kernel for some KV heads of a layer, where it takes whatever heads of a
-cache it is given."""
+"""vLLM's own attention kernel for a subset of a layer's KV heads, where the kernel allows that."""
 
 from copy import copy
 from typing import Any
@@ -10,15 +9,16 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 
 def attends_by_head(attention: Any) -> bool:
-    """Whether this attention layer's kernel is such a one."""
+    """Return True if this attention layer's kernel accepts a subset of the cache's heads."""
     return type(attention.impl) is CPUAttentionBackendImpl
 
 
 def metadata_of(builder: Any, common: Any, num_kv_heads: int) -> Any:
-    """What `attend` needs for so many KV heads of a layer.
+    """Return the metadata that `attend` needs for `num_kv_heads` KV heads of a layer.
 
     Args:
-        builder: of the layer's attention metadata; `common`: what it builds them from.
+        builder: builder of the layer's attention metadata.
+        common: vLLM's common metadata.
     """
     part = copy(builder)
     part.num_heads, part.num_kv_heads = (
@@ -29,9 +29,11 @@ def metadata_of(builder: Any, common: Any, num_kv_heads: int) -> Any:
 
 
 def attend(attention: Any, heads: slice, query: Tensor, metadata: Any) -> Tensor:
-    """Causal attention of the queries [n, Hq, d] of some KV heads to what these have in the cache,
-    where what is of the queries' own tokens stands, too: [n, Hq, d]."""
-    # the kernel takes no strides for it
+    """Return causal attention [n, Hq, d] of the queries [n, Hq, d] of some KV heads to the cache.
+
+    The cache holds the KV of the queries' own tokens too.
+    """
+    # The kernel takes no strides for its output.
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     attention.impl.forward(
         attention, query, query, query, attention.kv_cache[:, heads], metadata, output

@@ -1,4 +1,4 @@
-"""Which KV heads of the model look far, for policies that work head by head."""
+"""Head maps: classes of the model's KV heads, for policies that work head by head."""
 
 from pathlib import Path
 
@@ -12,16 +12,19 @@ from kvgraft.vllm.settings import KVGraftSettings
 
 
 def works_by_head(config: VllmConfig) -> bool:
-    """Whether policies that work head by head can be run by the layers of this model."""
+    """Return True if the layers of this model can run policies that work head by head."""
     return architecture_of(config) in IN_STEPS and is_plain(config)
 
 
 def find_head_map(config: VllmConfig) -> HeadMap | None:
-    """The map of the server's settings, or one that lies beside the weights and fits them; None if
-    there is none.
+    """Return the head map of the server's settings, or one that lies with the weights and fits
+    them.
+
+    Returns:
+        None if there is none.
 
     Raises:
-        FileNotFoundError, ValueError: the settings name none, or one of another model.
+        FileNotFoundError, ValueError: the settings name no map, or one of another model.
     """
     model = config.model_config
     shape = model.get_num_layers(config.parallel_config), model.get_total_num_kv_heads()
@@ -29,8 +32,10 @@ def find_head_map(config: VllmConfig) -> HeadMap | None:
 
 
 def map_of_rank(head_map: HeadMap, config: VllmConfig, rank: int) -> HeadMap:
-    """That of the KV heads which a tensor-parallel rank has; where ranks outnumber heads, several
-    have the same one."""
+    """Return the map of the KV heads on a tensor-parallel rank.
+
+    If there are more ranks than heads, several ranks have the same head.
+    """
     parallel, total = config.parallel_config, len(head_map.classes[0])
     first, count = (
         rank * total // parallel.tensor_parallel_size,

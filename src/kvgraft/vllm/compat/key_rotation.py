@@ -1,5 +1,6 @@
-"""How the keys of each layer turn with their position: delta-RoPE on vLLM's cache, for every family
-(SparseX 3.1)."""
+"""Rotation of each layer's keys by position: delta-RoPE on vLLM's cache, for every family
+(SparseX 3.1).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,18 +11,19 @@ from vllm.config import VllmConfig
 
 from kvgraft.kv.rope import Rope, rotate_part
 
-# cosines and sines [n, d / 2] of shifts; None where nothing turns
+# cosines and sines [n, d / 2] of shifts; None where nothing rotates
 Angles = tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True)
 class KeyRotation:
-    """The channels of a layer's keys that turn, and how fast.
+    """Channels of a layer's keys that rotate, and their frequencies.
 
     Attributes:
-        rope: frequencies of these channels; None where keys know no position (NoPE).
-        first: of these channels.
-        interleaved: whether channel 2i turns with 2i + 1, not i with the one in the other half.
+        rope: frequencies of these channels; None where keys have no position (NoPE).
+        first: first of these channels.
+        interleaved: True if channel 2i rotates with 2i + 1; False if with its partner in the other
+            half.
     """
 
     rope: Rope | None
@@ -30,43 +32,50 @@ class KeyRotation:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all channels turn, in halves."""
+        """True if all channels rotate, in halves."""
         return self.rope is not None and self.first == 0 and not self.interleaved
 
     def angles(self, shifts: Tensor) -> Angles:
-        """Of shifts int64 [n]; the same for all layers that turn alike."""
+        """Return the angles of shifts int64 [n], equal for all layers with an equal rotation."""
         return None if self.rope is None else self.rope.table(shifts)
 
     def turn(self, keys: Tensor, angles: Angles) -> Tensor:
-        """Keys [n, Hkv, d], or differences of such, turned by these angles, or by what `by_head`
-        made of them."""
+        """Return keys [n, Hkv, d], or differences of keys, rotated by these angles.
+
+        Args:
+            angles: result of `angles`, or of `by_head`.
+        """
         return keys if angles is None else rotate_part(keys, *angles, self.first, self.interleaved)
 
 
 def rotation_of(config: VllmConfig, rotary: Any, layer: int, head_dim: int) -> KeyRotation:
-    """How the keys of a layer turn, by the model's config.
+    """Return the key rotation of a layer, from the model's config.
 
     Args:
-        rotary: vLLM's module that rotates them, or that of transformers; None if nothing does.
-        head_dim: of a cached key.
+        rotary: module of vLLM or transformers that rotates them; None if nothing does.
+        layer: number of the layer.
+        head_dim: channels of a cached key.
 
     Raises:
-        ValueError: frequencies that are not static.
+        ValueError: the frequencies are not static.
     """
     if rotary is None:
         return KeyRotation(None)
     size = int(getattr(rotary, "rotary_dim", head_dim))
-    # less where only the last channels are its business
+    # The module may cover only the last channels of a head.
     within = int(getattr(rotary, "head_size", head_dim))
     parameters = _rope_parameters(config.model_config.hf_text_config, layer)
-    parameters.pop("partial_rotary_factor", None)  # the module knows how many channels turn
+    # The module knows how many channels rotate.
+    parameters.pop("partial_rotary_factor", None)
     rope = Rope.from_parameters(size, parameters, max_position=config.model_config.max_model_len)
     return KeyRotation(rope, head_dim - within, not getattr(rotary, "is_neox_style", True))
 
 
 def check_rope(config: VllmConfig, layer: int) -> None:
-    """Raise ValueError if the frequencies of a layer are not static: before there is a module that
-    knows them."""
+    """Raise ValueError if the frequencies of a layer are not static.
+
+    This works before the model is loaded.
+    """
     model = config.model_config
     given = _rope_parameters(model.hf_text_config, layer)
     size = int(model.get_head_size() * (given.pop("partial_rotary_factor", None) or 1.0))
@@ -74,7 +83,10 @@ def check_rope(config: VllmConfig, layer: int) -> None:
 
 
 def _rope_parameters(text: Any, layer: int) -> dict[str, Any]:
-    """Those of a layer: families with windows have some for each kind of layer."""
+    """Return the RoPE parameters of a layer.
+
+    Families with windows have some for each kind of layer.
+    """
     given: Mapping[str, Any] = text.rope_parameters or {}
     kinds = getattr(text, "layer_types", None) or ()
     if kinds and set(given) & set(kinds):

@@ -1,9 +1,10 @@
-"""Latent attention (MLA; DeepSeek-V2, section 2.1) in vLLM: what is kept of a token is one row for
+"""Latent attention (MLA; DeepSeek-V2, section 2.1) in vLLM: the cache holds one row per token for
 all heads.
 
-To policies that row, latent and rotated channels, is the key of the only KV head, and values have
-no channels. Queries are brought to it by the weights that vLLM absorbs when it decodes, so that
-scores are those of the heads."""
+Policies see this row, latent and rotated channels, as the key of a single KV head. Values have no
+channels. Queries are transformed by the weights that vLLM absorbs when it decodes, so scores equal
+those of the heads.
+"""
 
 from typing import Any
 
@@ -12,15 +13,23 @@ from torch import Tensor
 
 
 def is_latent(attention: Any) -> bool:
-    """Whether an attention layer of vLLM keeps latents."""
+    """Return True if an attention layer of vLLM keeps latents."""
     return hasattr(attention, "kv_lora_rank")
 
 
 def parts(
     attention: Any, query: Tensor, latent: Tensor, turning: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the layer is called with, queries [n, H, P + R], latents [n, L] and keys [n, 1, R] ->
-    queries [n, H, L + R], keys [n, 1, L + R], values [n, 1, 0]."""
+    """Return queries, keys and values from the arguments of the layer.
+
+    Args:
+        query: [n, H, P + R].
+        latent: [n, L].
+        turning: rotated keys [n, 1, R].
+
+    Returns:
+        Queries [n, H, L + R], keys [n, 1, L + R] and values [n, 1, 0].
+    """
     content, rotated = query.split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], dim=-1)
     absorbed = torch.einsum("nhp,hpl->nhl", content, attention.W_UK_T)
     keys = torch.cat((latent[:, None], turning), -1)
@@ -28,7 +37,7 @@ def parts(
 
 
 def write(attention: Any, keys: Tensor, slots: Tensor) -> None:
-    """Store keys [n, 1, L + R] in these slots int64 [n]."""
+    """Store keys [n, 1, L + R] in slots int64 [n]."""
     latent, turning = keys.split([attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
     attention.impl.do_kv_cache_update(
         latent[:, 0].contiguous(),

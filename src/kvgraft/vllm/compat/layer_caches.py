@@ -1,5 +1,6 @@
-"""What lies in vLLM's KV cache, layer by layer, as numbers of the model's dtype: read, written,
-cleared."""
+"""Content of vLLM's KV cache, layer by layer, as numbers of the model's dtype: read, write and
+clear.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,31 +18,37 @@ from kvgraft.vllm.compat.support import UnsupportedConfiguration
 
 @dataclass(frozen=True)
 class Places:
-    """Where tokens lie, worked out once for all layers: in some blocks of the attention kernel
-    int64 [b], as rows of these int64 [n], or as a slice if they follow each other; in a cache that
-    is not packed, blocks and offsets [n]."""
+    """Location of tokens in the cache, computed once for all layers.
+
+    Attributes:
+        blocks: blocks of the attention kernel, int64 [b].
+        rows: in a packed cache, rows int64 [n] within these blocks, or a slice if they are
+            consecutive. In other caches, offsets int64 [n] within `blocks` int64 [n].
+    """
 
     blocks: Tensor
     rows: Tensor | slice
 
 
 class LayerCaches:
-    """The cache of one tensor-parallel rank, whose layout was tried.
+    """KV cache of one tensor-parallel rank. The constructor tests its layout.
 
     Args:
         attentions: vLLM's attention layers.
-        dtype: of the model.
-        block_size: tokens of a block of vLLM's KV cache manager.
-        kernel_block_size: tokens of a block of the attention kernel, which may be less.
+        dtype: dtype of the model.
+        device: device of the cache.
+        block_size: tokens per block of vLLM's KV cache manager.
+        kernel_block_size: tokens per block of the attention kernel, which may be less.
 
     Attributes:
-        num_kv_heads, head_dim: of what is cached of a token.
-        cache_dtype: as vLLM calls it; `code_dtype`: of what the cache holds.
-        is_latent: whether keys are latents (MLA) and values have no channels.
-        rounds: whether what is stored is read back as other numbers.
+        num_kv_heads, head_dim: shape of a cached key.
+        cache_dtype: vLLM's name of the cache dtype.
+        code_dtype: dtype of the numbers in the cache.
+        is_latent: True if keys are latents (MLA) and values have no channels.
+        rounds: True if numbers read back differ from those stored.
 
     Raises:
-        UnsupportedConfiguration: the cache layout is none that this module can read.
+        UnsupportedConfiguration: this module cannot read the cache layout.
     """
 
     def __init__(
@@ -65,7 +72,7 @@ class LayerCaches:
         self._check_layout()
 
     def read(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values in these slots, each [n, Hkv, d]."""
+        """Return keys and values in these slots, each [n, Hkv, d]."""
         keys, values = self.read_codes(index, slots)
         if not self._is_quantised:
             return keys, values
@@ -73,16 +80,15 @@ class LayerCaches:
         return decode(keys, k_scale, self.dtype), decode(values, v_scale, self.dtype)
 
     def read_codes(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """As `read`, but without their scales where the cache is quantised: as the cache holds
-        them."""
+        """Return keys and values as the cache holds them: without scales where it is quantised."""
         return self.codes_at(index, self.places_of(slots, packed=self.is_packed(index)))
 
     def is_packed(self, index: int) -> bool:
-        """Whether blocks lie as an instruction set of CPUs wants them, not as rows of numbers."""
+        """Return True if blocks are packed for an instruction set of CPUs, not rows of numbers."""
         return hasattr(self.attentions[index], "isa")
 
     def places_of(self, slots: Tensor, *, packed: bool) -> Places:
-        """Of slots int64 [n]."""
+        """Return the places of slots int64 [n]."""
         blocks, offsets = slots // self._kernel_block_size, slots % self._kernel_block_size
         if not packed:
             return Places(blocks, offsets)
@@ -93,7 +99,7 @@ class LayerCaches:
         return Places(blocks, rows)
 
     def codes_at(self, index: int, places: Places) -> tuple[Tensor, Tensor]:
-        """As `read_codes`."""
+        """Return keys and values at these places, as `read_codes` does."""
         if self.is_packed(index):
             attention = self.attentions[index]
             taken = attention.kv_cache.index_select(0, places.blocks)
@@ -107,17 +113,21 @@ class LayerCaches:
                 for part in by_token
             )
         else:
-            rows = self._stored(index).transpose(1, 2)[places.blocks, places.rows]  # [n, H, W]
+            # [n, H, W]
+            rows = self._stored(index).transpose(1, 2)[places.blocks, places.rows]
             keys, values = rows[..., : self.head_dim], rows[..., self.head_dim :]
+
         return as_codes(keys, self.cache_dtype), as_codes(values, self.cache_dtype)
 
     def rows_of(self, index: int) -> Tensor:
-        """The codes of a layer's cache, [blocks, Hkv, N, W]: keys, and values beside them if there
-        are any; rows of numbers if it is not packed."""
+        """Return a view of the codes of a layer's cache that is not packed, [blocks, Hkv, N, W].
+
+        Rows hold keys, followed by values if there are any.
+        """
         return as_codes(self._stored(index), self.cache_dtype)
 
     def coded(self, numbers: Tensor) -> Tensor:
-        """The nearest codes of numbers that have no scale."""
+        """Return the nearest codes of numbers, without a scale."""
         return (
             encode(numbers, 1.0, self.code_dtype)
             if self._is_quantised
@@ -125,17 +135,20 @@ class LayerCaches:
         )
 
     def write_codes(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Store what `read_codes` has read, from whatever slots of this layer: bit for bit."""
+        """Store the result of `read_codes` bit for bit, in any slots of this layer."""
         self._update(index, *self._as_written(index, keys, values), slots)
 
     def read_again(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values in these slots, each [n, Hkv, d], as `store` takes them to store them bit
-        for bit."""
+        """Return keys and values in these slots, each [n, Hkv, d], for `store` to store bit for
+        bit.
+        """
         return self._as_written(index, *self.read_codes(index, slots))
 
     def store(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Store keys and values [n, Hkv, d] that were computed, as the model's own attention does:
-        where the cache is quantised it may round otherwise than `write`."""
+        """Store computed keys and values [n, Hkv, d] as the model's own attention does.
+
+        A quantised cache may round them differently from `write`.
+        """
         self._update(index, keys, values, slots)
 
     def _as_written(self, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,8 +158,10 @@ class LayerCaches:
         return as_written(keys, k_scale, dtype), as_written(values, v_scale, dtype)
 
     def write(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Store keys and values [n, Hkv, d] in these slots, packed as the backend wants them; where
-        the cache is quantised, the nearest numbers that it has."""
+        """Write keys and values [n, Hkv, d] to these slots, packed as the backend needs.
+
+        A quantised cache takes the nearest numbers that it can hold.
+        """
         if self._is_quantised:
             k_scale, v_scale = self._scales(index)
             keys, values = (
@@ -166,15 +181,18 @@ class LayerCaches:
         )
 
     def note_written(self, index: int, slots: Callable[[], Tensor]) -> None:
-        """Let a flow know of slots int64 [n] that a kernel has written to past the attention, if
-        one decodes here."""
+        """Report slots int64 [n] that a kernel has written without the attention, if a flow
+        decodes here.
+        """
         note = getattr(self.attentions[index].impl, "note_written", None)
         if note is not None:
             note(self.attentions[index].kv_cache, slots())
 
     def clear(self, blocks: Tensor) -> None:
-        """Zero whole blocks int64 [b] in every layer: kernels multiply the unused tail of a block,
-        NaN included."""
+        """Zero whole blocks int64 [b] in every layer.
+
+        Kernels also multiply the unused tail of a block, where NaN would spread.
+        """
         self._clear(self.attentions, blocks)
 
     def _clear(self, attentions: Sequence[Any], blocks: Tensor) -> None:
@@ -193,8 +211,7 @@ class LayerCaches:
         return cache[:, None] if self.is_latent else cache
 
     def _kernel_blocks(self, blocks: Tensor) -> Tensor:
-        """Blocks of the KV cache manager [r, b] -> those of the attention kernel, which may be
-        smaller."""
+        """Return the blocks of the attention kernel for blocks of the KV cache manager [r, b]."""
         ratio = self.block_size // self._kernel_block_size
         if ratio == 1:
             return blocks
@@ -207,6 +224,7 @@ class LayerCaches:
             raise UnsupportedConfiguration(
                 f"KVGraft cannot read KV of {', '.join(kinds)} with a scale for each head"
             )
+
         generator = torch.Generator().manual_seed(0)
         shape = (self.block_size, self.num_kv_heads, self.head_dim)
         drawn = [
@@ -214,6 +232,7 @@ class LayerCaches:
             for _ in range(2)
         ]
         slots = torch.arange(self.block_size, device=self.device)
+
         for name, at in kinds.items():
             self.write_codes(at, drawn[0], drawn[1], slots)
             again = self.read_codes(at, slots)

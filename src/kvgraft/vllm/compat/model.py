@@ -1,4 +1,4 @@
-"""The loaded model and its cache, on whatever platform vLLM runs."""
+"""The loaded model and its cache, on every platform of vLLM."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,38 +29,38 @@ from kvgraft.vllm.compat.residuals import ResidualStreams
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
 from kvgraft.vllm.groups import order_of
 
-NO_SLOT = -1  # vLLM's slot of padding
-TOKEN_ID_DTYPE = torch.int32  # of vLLM's runners: what a compiled model was compiled for
-# of keys, relative
+# vLLM's slot for padding
+NO_SLOT = -1
+# dtype of vLLM's model runners, for which a compiled model was compiled
+TOKEN_ID_DTYPE = torch.int32
+# relative tolerance of rotated keys
 TURNING_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class _Stop(Exception):
-    """Ends a decoder layer right after its queries, keys and values are known."""
+    """Exception that ends a decoder layer as soon as its queries, keys and values are known."""
 
 
 class ModelHost(DecoderCaches):
-    """The loaded model and its cache, as the recovery loop needs them (on one tensor-parallel
-    rank).
+    """The loaded model and its cache on one tensor-parallel rank, as recoveries use them.
 
     Args:
         runner: vLLM's model runner, V1 or V2, after its KV cache was set up.
-        residual_layers: layers of which the residual stream that enters them is kept.
+        residual_layers: layers whose incoming residual stream is kept.
 
     Attributes:
-        attentions: of the decoder layers, one each, or one for each KV head; behind them those of
-            the draft model, if there is one.
-        rotations: by attention layer, how its keys turn.
-        windows: by decoder layer, how many tokens back it sees (None: all).
-        attention: what attends to the rows of a recovery.
-        head_paging: whether each KV head is an attention layer.
-        fused_operators: a context in which layers run vLLM's fused kernels, though the server is
-            compiled.
-        runs_as_one: whether `run_model` can take the place of all layers, one after the other.
+        attentions: attention layers of the decoder layers, one each, or one for each KV head;
+            behind them those of the draft model, if there is one.
+        rotations: key rotation by attention layer.
+        windows: by decoder layer, number of tokens back that it sees; None for all.
+        attention: choice of the attention kernels for a recovery's rows.
+        head_paging: True if each KV head is an attention layer.
+        fused_operators: context in which layers run vLLM's fused kernels in a compiled server.
+        runs_as_one: True if `run_model` can replace calls of all layers.
 
     Raises:
-        UnsupportedConfiguration: the cache layout is none that we can read, or keys do not turn as
-            the config says.
+        UnsupportedConfiguration: the cache layout cannot be read, or keys do not rotate as the
+            config says.
     """
 
     def __init__(self, runner: Any, residual_layers: Iterable[int] = ()) -> None:
@@ -100,14 +100,18 @@ class ModelHost(DecoderCaches):
         ]
         self.windows = [window_of(layer.attention) for layer in self.layers]
         self.fused_operators = FusedOperators(self.config, (layer.module for layer in self.layers))
-        # vLLM has profiled this many
+
+        # vLLM has profiled its memory for this many rows.
         self.max_rows = int(self.config.scheduler_config.max_num_batched_tokens)
         self._check_turning()
         self.drafter = Drafter(runner) if has_draft_model(self.config) else None
-        if self.drafter is not None:  # in the main group, which is the only one there
+
+        # The draft model is in the main group, which is the only one there.
+        if self.drafter is not None:
             self.attentions = [*self.attentions, *self.drafter.attentions]
             self.group_of += [0] * len(self.drafter.attentions)
             self.rotations += [KeyRotation(self.drafter.rope)] * len(self.drafter.attentions)
+
         self.attention = RecoveryAttention.of(
             groups, self.config, self.device, drafts=self.drafter is not None
         )
@@ -120,7 +124,11 @@ class ModelHost(DecoderCaches):
 
     @property
     def plain_rope(self) -> Rope:
-        """By which all layers turn all channels of their keys; ValueError if they do not."""
+        """Rotary frequencies with which all layers rotate all channels of their keys.
+
+        Raises:
+            ValueError: layers differ, or some channels do not rotate.
+        """
         [rotation, *others] = set(self.rotations[: self._attentions_of[-1].stop])
         if others or rotation.rope is None or not rotation.is_plain:
             raise ValueError("the layers of this model turn their keys in different ways")
@@ -128,27 +136,30 @@ class ModelHost(DecoderCaches):
 
     @property
     def draft_attentions(self) -> range:
-        """Those of the draft model."""
+        """Numbers of the draft model's attention layers."""
         return range(self._attentions_of[-1].stop, len(self.attentions))
 
     def normed(self, states: Tensor) -> Tensor:
-        """Hidden states and residuals [n, 2, D] that left the last layer -> what the model gives
-        [n, D]."""
+        """Return the output of the model [n, D] for states [n, 2, D] that left the last layer."""
         hidden, residual = states[:, 0].contiguous(), states[:, 1].contiguous()
         return output_states(
             self._model, hidden, residual, keeps_residual=self.layers[-1].keeps_residual
         )
 
     def logits(self, states: Tensor) -> Tensor:
-        """What has left the final norm [n, D] -> float32 [n, V], gathered on every rank."""
+        """Return logits float32 [n, V] for the output of the final norm [n, D], gathered on
+        every rank.
+        """
         return self._by_parts(self._model.compute_logits, states).float()
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """int64 [n] -> [n, D]."""
+        """Return embeddings [n, D] of token ids int64 [n]."""
         return self._by_parts(partial(embed, self._model), token_ids)
 
     def _by_parts(self, compute: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-        """As many rows at a time as adapters can be mapped for."""
+        """Apply `compute` to parts with at most `max_rows` rows, since adapters can be mapped
+        for no more.
+        """
         computed = []
         for part in rows.split(self.max_rows):
             self.adapters.map_rows(len(part))
@@ -163,15 +174,16 @@ class ModelHost(DecoderCaches):
         num_long: int,
         scattered: Sequence[AttentionLayout | None],
     ) -> list[RowsMetadata]:
-        """What `run_layer` takes, by metadata builder: of runs as pseudo-sequences, from the
-        backend's own (dense) one.
+        """Return the metadata that `run_layer` takes, by metadata builder.
+
+        Runs are pseudo-sequences in the metadata of the backend, which is dense.
 
         Args:
             queries: per run (prompt, first position, stop position).
             tables: by group, per prompt its physical blocks, int [b].
             slots: int64 [groups, n], the slot of every query.
-            num_long: how many runs stand before those in `scattered`.
-            scattered: by builder the queries that our kernel takes, if it takes any.
+            num_long: number of runs before those in `scattered`.
+            scattered: by builder the queries that our kernel computes, or None.
         """
         found = []
         for builder, group, layout in zip(
@@ -187,7 +199,7 @@ class ModelHost(DecoderCaches):
     def common_metadata(
         self, queries: Sequence[tuple[int, int, int]], tables: Sequence[np.ndarray], slots: Tensor
     ) -> CommonAttentionMetadata:
-        """What the builders of one group are given; as `metadata` takes them."""
+        """Return the input of one group's metadata builders, from the arguments of `metadata`."""
         return pseudo_sequences(queries, tables, slots, self._kernel_blocks)
 
     def run_layer(
@@ -200,16 +212,22 @@ class ModelHost(DecoderCaches):
         residual: Tensor | None,
         before_attention: Callable[[], None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One stock decoder layer: writes KV to slots int64 [groups, n]; returns hidden, residual
-        [n, D] and queries [n, Hq, d]. `before_attention` is called when the KV is written, and may
-        change any of it."""
+        """Run one stock decoder layer, which writes its KV to slots int64 [groups, n].
+
+        Args:
+            before_attention: called when the KV is written; it may change any KV.
+
+        Returns:
+            Hidden state and residual [n, D], and queries [n, Hq, d].
+        """
         seen: list[Tensor] = []
         apart = before_attention is not None and self._stores_apart(index)
 
         def watch(query: Tensor, key: Tensor, value: Tensor) -> None:
             seen.append(query)
             if before_attention is not None and not apart:
-                self.store_layer(index, key, value, slots)  # as the attention is about to
+                # The attention stores the same KV again after this.
+                self.store_layer(index, key, value, slots)
                 before_attention()
 
         with ExitStack() as stack:
@@ -218,6 +236,7 @@ class ModelHost(DecoderCaches):
             if before_attention is not None and apart:
                 stack.enter_context(before_attending(self._attention_of(index), before_attention))
             hidden, residual = self.layers[index](positions, hidden, residual)
+
         return hidden, residual, seen[0]
 
     def run_model(
@@ -228,11 +247,18 @@ class ModelHost(DecoderCaches):
         metadata: Sequence[RowsMetadata],
         before_attention: Mapping[int, Callable[[], None]],
     ) -> Tensor:
-        """Run all layers in one forward of the stock model, compiled if the server is.
+        """Run all layers in one forward pass of the stock model, compiled if the server is.
 
-        Takes token ids of `TOKEN_ID_DTYPE` [n] and writes KV to slots int64 [groups, n]. Returns
-        what leaves the final norm, [n, D]. `before_attention` has by layer what is called when the
-        KV of that layer is written. Only if `runs_as_one`."""
+        Only if `runs_as_one`.
+
+        Args:
+            token_ids: [n], of `TOKEN_ID_DTYPE`.
+            slots: int64 [groups, n], to which KV is written.
+            before_attention: by layer, called when the KV of that layer is written.
+
+        Returns:
+            The output of the final norm, [n, D].
+        """
         with ExitStack() as stack:
             stack.enter_context(
                 self._context(range(self.num_layers), slots, metadata, compiled=True)
@@ -245,12 +271,15 @@ class ModelHost(DecoderCaches):
                 intermediate_tensors=None,
                 inputs_embeds=None,
             )
+
         return states
 
     def project(
         self, index: int, slots: Tensor, positions: Tensor, hidden: Tensor, residual: Tensor | None
     ) -> Tensor:
-        """The first step of a layer: writes KV to slots; returns the queries [n, Hq, d]."""
+        """Run the first step of a layer: write its KV to slots, and return the queries [n, Hq,
+        d].
+        """
         query, key, value = self.heads_of(index, slots, positions, hidden, residual)
         self.store_layer(index, key, value, slots)
         return query
@@ -258,8 +287,9 @@ class ModelHost(DecoderCaches):
     def heads_of(
         self, index: int, slots: Tensor, positions: Tensor, hidden: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [n, Hq, d], keys and values [n, Hkv, d] of a layer, of which nothing is
-        written."""
+        """Return queries [n, Hq, d], keys and values [n, Hkv, d] of a layer, without writing
+        any.
+        """
         seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
         def stop(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -273,32 +303,39 @@ class ModelHost(DecoderCaches):
     def add_attention(
         self, index: int, attended: Tensor, hidden: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attention [n, Hq, d] and what entered the layer [n, D] -> hidden state and residual
-        behind it [n, D]."""
+        """Add attention [n, Hq, d] to the layer's input [n, D].
+
+        Returns:
+            Hidden state and residual behind the attention, [n, D] each.
+        """
         self.adapters.map_rows(len(attended))
         return self.layers[index].project_output(attended.flatten(1)), hidden + residual
 
     @property
     def attends_by_head(self) -> bool:
-        """Whether `attend_heads` works."""
+        """True if `attend_heads` works."""
         return not self.head_paging and head_attention.attends_by_head(self.attentions[0])
 
     def head_metadata(self, index: int, common: Any, num_heads: int) -> Any:
-        """For `attend_heads` of so many KV heads at a layer, from `common_metadata` of its
-        group."""
+        """Return metadata of `attend_heads` for `num_heads` KV heads at a layer.
+
+        Args:
+            common: `common_metadata` of the layer's group.
+        """
         return head_attention.metadata_of(
             self._builders[self._builder_of[index]], common, num_heads
         )
 
     def attend_heads(self, index: int, heads: slice, query: Tensor, metadata: Any) -> Tensor:
-        """The stock attention of some KV heads, from their queries [n, Hq, d] to what is cached of
-        them: [n, Hq, d]."""
+        """Return the stock attention [n, Hq, d] of some KV heads' queries [n, Hq, d] to their
+        cache.
+        """
         return head_attention.attend(self.attentions[index], heads, query, metadata)
 
     def feed_forward(
         self, index: int, positions: Tensor, hidden: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The rest of a layer, from what `add_attention` has returned."""
+        """Run the last part of a layer, from the result of `add_attention`."""
         layer = self.layers[index]
         with self._context([index], self._no_slots(positions)), layer.after_attention(hidden):
             return layer(positions, hidden, residual)
@@ -311,10 +348,17 @@ class ModelHost(DecoderCaches):
         residual: Tensor | None,
         attend: Callable[[Tensor, Tensor, Tensor], Tensor | None],
     ) -> tuple[Tensor, Tensor] | None:
-        """One stock decoder layer with another attention in place of its own: `attend` is given
-        queries [n, Hq, d], keys and values [n, Hkv, d] and returns [n, Hq, d]; or None, and there
-        the layer ends. The cache stays as it is, and so do the residual streams: these tokens have
-        no slots."""
+        """Run one stock decoder layer with another attention.
+
+        The cache and the residual streams stay as they are, since these tokens have no slots.
+
+        Args:
+            attend: takes queries [n, Hq, d], keys and values [n, Hkv, d], and returns [n, Hq, d].
+                None ends the layer there.
+
+        Returns:
+            Hidden state and residual [n, D], or None if `attend` has ended the layer.
+        """
 
         def forward(*given: Any, **_: Any) -> Tensor:
             attended = attend(*self._parts(index, given))
@@ -329,12 +373,16 @@ class ModelHost(DecoderCaches):
             suppress(_Stop),
         ):
             return layer(positions, hidden, residual)
+
         return None
 
     def pool_layout(self, index: int) -> tuple[PoolLayout, Rope] | None:
-        """How a layer's cache lies in memory and how its keys turn, where it is rows of the model's
-        numbers and all channels turn in halves: what `kv_changes` and `copy_changed` take. None
-        elsewhere."""
+        """Return layout and rotary frequencies of a layer's cache, as `kv_changes` and
+        `copy_changed` take them.
+
+        Returns:
+            None unless the cache is rows of the model's numbers and all channels rotate in halves.
+        """
         at, *others = self.attentions_of(index)
         rope = self.rotations[at].rope
         if (
@@ -345,6 +393,7 @@ class ModelHost(DecoderCaches):
             or not self.rotations[at].is_plain
         ):
             return None
+
         layout = PoolLayout.of(self.attentions[at].kv_cache)
         return (
             None
@@ -353,19 +402,21 @@ class ModelHost(DecoderCaches):
         )
 
     def rotate_keys(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
-        """What turns a layer's keys [n, Hkv, d] by so many positions int64 [n]."""
+        """Return a function that rotates a layer's keys [n, Hkv, d] by shifts int64 [n]."""
         angles = {rotation: rotation.angles(shifts) for rotation in set(self.rotations)}
         rotations = [self.rotations[own[0]] for own in self._attentions_of]
         return lambda index, keys: rotations[index].turn(keys, angles[rotations[index]])
 
     def clear_drafts(self, blocks: Tensor) -> None:
-        """Zero whole blocks int64 [b] of the draft model, which must not see what others have left
-        there."""
+        """Zero whole blocks int64 [b] of the draft model, which must not see leftovers of other
+        requests.
+        """
         self._clear([self.attentions[at] for at in self.draft_attentions], blocks)
 
     def _check_turning(self) -> None:
-        """Compute keys of the same states at two places, and turn those of the first to the
-        second."""
+        """Check the rotation: compute keys at two places, and rotate those of the first to the
+        second.
+        """
         generator, count = torch.Generator().manual_seed(0), 8
         last = self.config.model_config.max_model_len - count
         tokens = torch.randint(
@@ -373,6 +424,7 @@ class ModelHost(DecoderCaches):
         )
         hidden, first = self.embed(tokens.to(self.device)), torch.arange(count, device=self.device)
         turn = self.rotate_keys(torch.full_like(first, last))
+
         for index in range(self.num_layers):
             keys = [self._keys_of(index, at, hidden) for at in (first, first + last)]
             if (turn(index, keys[0]) - keys[1]).norm() > TURNING_TOLERANCE[self.dtype] * keys[
@@ -383,7 +435,7 @@ class ModelHost(DecoderCaches):
                 )
 
     def _keys_of(self, index: int, positions: Tensor, hidden: Tensor) -> Tensor:
-        """Keys [n, Hkv, d] of hidden states [n, D] that enter a layer at these positions."""
+        """Return keys [n, Hkv, d] of hidden states [n, D] that enter a layer at these positions."""
         seen: list[Tensor] = []
         residual = torch.zeros_like(hidden) if index else None
         self.run_around(
@@ -392,15 +444,16 @@ class ModelHost(DecoderCaches):
         return seen[0].float()
 
     def _parts(self, index: int, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """What an attention layer is called with, by head: queries [n, Hq, d], keys and values [n,
-        Hkv, d]."""
+        """Return the arguments of an attention layer by head: queries [n, Hq, d], keys and
+        values [n, Hkv, d].
+        """
         if self.is_latent:
             return latent.parts(self.layers[index].attention, *given[:3])
         query, key, value = (rows.view(rows.shape[0], -1, self.head_dim) for rows in given[:3])
         return query, key, value
 
     def _no_slots(self, positions: Tensor) -> Tensor:
-        """Slots of tokens that are not kept, [groups, n]."""
+        """Return slots of tokens that are not kept, [groups, n]."""
         return torch.full_like(positions, NO_SLOT).expand(1 + max(self.group_of), -1)
 
     @contextmanager
@@ -412,7 +465,7 @@ class ModelHost(DecoderCaches):
         *,
         compiled: bool = False,
     ) -> Iterator[None]:
-        """Have these layers compute rows with slots int64 [groups, n]."""
+        """Prepare these layers to compute rows with slots int64 [groups, n]."""
         count = slots.shape[1]
         self.adapters.map_rows(count)
         named = [(self.attentions[at], at) for index in layers for at in self.attentions_of(index)]
@@ -422,6 +475,7 @@ class ModelHost(DecoderCaches):
             for attention, at in named
             if metadata
         }
+
         with ExitStack() as stack:
             for attention, at in named if metadata else ():
                 stack.enter_context(metadata[self._builder_of[at]].attending(attention))
@@ -437,7 +491,7 @@ class ModelHost(DecoderCaches):
             yield
 
     def _can_run_as_one(self) -> bool:
-        """Not where somebody must see what leaves a layer."""
+        """Return False where the output of single layers is needed."""
         is_seen = self.drafter is not None or self.residuals.residual_layers
         every = range(self.num_layers)
         return not is_seen and takes_any_rows(self.config) and all(map(self._stores_apart, every))
@@ -448,14 +502,15 @@ class ModelHost(DecoderCaches):
         return self.attentions[at]
 
     def _stores_apart(self, index: int) -> bool:
-        """Whether the attention of a layer stores keys and values, in its one cache, before its
-        backend is called."""
+        """Return True if a layer stores keys and values in its one cache before its backend is
+        called.
+        """
         first, *others = (self.attentions[at] for at in self.attentions_of(index))
         return not (others or self.is_latent or first.attn_backend.forward_includes_kv_cache_update)
 
     @contextmanager
     def _watch(self, index: int, seen: Callable[..., None]) -> Iterator[None]:
-        """Show a layer's queries, keys and values to `seen` before it attends."""
+        """Call `seen` with a layer's queries, keys and values before it attends."""
         attend = self.layers[index].attention.forward
 
         def forward(*given: Any, **named: Any) -> Tensor:

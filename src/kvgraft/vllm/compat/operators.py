@@ -1,9 +1,9 @@
-"""vLLM's fused kernels for decoder layers that are called one by one, where the model itself is
-compiled.
+"""vLLM's fused kernels for decoder layers that run one by one in a compiled server.
 
 In a compiled server norms, rotary embeddings and activations are plain torch operators, for
 Inductor to fuse (`custom_ops: none`). Outside of the compiled graph each of these operators is a
-launch: 62 in a layer of Qwen3 on CUDA, where the fused kernels are 12."""
+launch: 62 in a layer of Qwen3 on CUDA, and 12 with the fused kernels.
+"""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -20,14 +20,15 @@ from vllm.platforms import current_platform
 
 
 def takes_any_rows(config: VllmConfig) -> bool:
-    """Whether the model, as vLLM compiles it, takes any number of token ids and calls attention as
-    it is.
+    """Return True if vLLM's compiled model takes any number of token ids and calls attention
+    unchanged.
 
-    It does not where rows must be a multiple of the ranks (sequence parallelism), embeddings are
-    given in place of token ids, or the attention also quantises its output.
+    It does not if rows must be a multiple of the ranks (sequence parallelism), if embeddings
+    replace token ids, or if the attention also quantises its output.
     """
     passes = config.compilation_config.pass_config
-    has_sequence_parallelism = getattr(passes, "enable_sp", False)  # vLLM 0.31
+    # Only vLLM 0.31 has this setting.
+    has_sequence_parallelism = getattr(passes, "enable_sp", False)
     return not (
         has_sequence_parallelism
         or config.model_config.enable_prompt_embeds
@@ -36,13 +37,14 @@ def takes_any_rows(config: VllmConfig) -> bool:
 
 
 class FusedOperators:
-    """The operators of some modules that vLLM would run as fused kernels, were the model not
+    """Operators of some modules that vLLM would run as fused kernels if the model were not
     compiled.
 
-    Those that `custom_ops` names, as "-rms_norm", stay as they are.
+    Operators that `custom_ops` disables, as in "-rms_norm", stay as they are.
 
     Args:
-        modules: in which operators are looked for.
+        config: vLLM's configuration.
+        modules: modules in which operators are searched.
     """
 
     def __init__(self, config: VllmConfig, modules: Iterable[nn.Module]) -> None:
@@ -50,6 +52,7 @@ class FusedOperators:
         self._providers: dict[str, list[str]] = {}
         if config.compilation_config.mode == CompilationMode.NONE:
             return
+
         refused = {
             name[1:] for name in config.compilation_config.custom_ops if name.startswith("-")
         }
@@ -61,6 +64,7 @@ class FusedOperators:
                 kernel = None if operator.name in refused else _kernel_of(operator)
                 if kernel is not None:
                     self._kernels.append((operator, kernel))
+
         eager = copy.copy(config)
         eager.compilation_config = copy.copy(config.compilation_config)
         eager.compilation_config.mode = CompilationMode.NONE
@@ -74,7 +78,7 @@ class FusedOperators:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Run them as fused kernels meanwhile."""
+        """Run the operators as fused kernels within a context."""
         with ExitStack() as stack:
             for operator, kernel in self._kernels:
                 stack.callback(
@@ -89,10 +93,11 @@ class FusedOperators:
 
 
 def _kernel_of(operator: CustomOp) -> Callable[..., Any] | None:
-    """What an operator that runs natively would run on this platform; None if it has nothing
-    else."""
+    """Return the fused kernel of an operator that runs natively, or None if the platform has
+    none.
+    """
     running = operator._forward_method
-    # some are compiled alone
+    # Some native operators are compiled on their own.
     if getattr(running, "_torchdynamo_orig_callable", running) != operator.forward_native:
         return None
     enforced, operator._enforce_enable = operator._enforce_enable, True

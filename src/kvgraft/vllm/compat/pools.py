@@ -1,8 +1,9 @@
-"""A layer's cache of vLLM as a pool of rows, for kernels that use keys and values where they lie.
+"""A layer's cache of vLLM as a pool of rows, for kernels that use keys and values in place.
 
-Where a block holds the key and the value of a token side by side, a cache is rows of d numbers: a
-key, the value behind it, the next key. The stream of a KV head begins at its first key, so a token
-has the same row in all streams, which overlap."""
+In a block, the key and the value of a token lie next to each other. So a cache is rows of d
+numbers: a key, its value, the next key. The stream of a KV head begins at its first key. A token
+has the same row in all streams, which overlap.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,12 +16,13 @@ from kvgraft.kernels.heads import LayerHeads
 
 @dataclass(frozen=True)
 class PoolLayout:
-    """How a cache [blocks, Hkv, N, 2 d] lies in memory.
+    """Memory layout of a cache [blocks, Hkv, N, 2 d].
 
     Attributes:
         strides: rows of d numbers from one block, KV head and token to the next; 0 where there is
-            but one.
-        num_heads: Hkv; block_size: N.
+            only one.
+        num_heads: Hkv.
+        block_size: N.
     """
 
     strides: tuple[int, int, int]
@@ -29,7 +31,11 @@ class PoolLayout:
 
     @classmethod
     def of(cls, cache: Tensor) -> "PoolLayout | None":
-        """None if keys and values are no rows, or blocks do not lie one behind the other."""
+        """Return the layout of a cache.
+
+        Returns:
+            None if keys and values are not rows, or blocks do not follow each other.
+        """
         _, heads, size, width = cache.shape
         strides = [
             stride * (count > 1) for stride, count in zip(cache.stride(), cache.shape, strict=True)
@@ -45,21 +51,23 @@ class PoolLayout:
 
     @cached_property
     def heads(self) -> LayerHeads:
-        """A stream for each KV head, and one list."""
+        """One stream for each KV head, and one list of rows."""
         return LayerHeads(
             tuple(range(self.num_heads)), (0,) * self.num_heads, (False,) * self.num_heads
         )
 
     def rows(self, slots: Tensor) -> Tensor:
-        """Of slots int64 [n], below 0 for none: the row of each in every stream, int64 [1, n],
-        below 0 for none."""
+        """Return the row of each slot int64 [n] in every stream, int64 [1, n].
+
+        Slots below 0 mean none.
+        """
         block, _, token = self.strides
         # rows between the last token of a block and the next block
         between = block - self.block_size * token
         return torch.add(slots * token, slots // self.block_size, alpha=between)[None]
 
     def pools(self, cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of keys and rows of values, [Hkv, rows, d] each: views of the cache."""
+        """Return views of the cache as rows of keys and rows of values, [Hkv, rows, d] each."""
         dim, first, (block, head, token) = (
             cache.shape[-1] // 2,
             cache.storage_offset(),

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks, which compute together: they agree on how it went, or end."""
+"""Agreement of tensor-parallel ranks on the success of their common work."""
 
 import logging
 import os
@@ -13,23 +13,26 @@ from vllm.platforms import current_platform
 from kvgraft.prefill.context import Reduction
 
 logger = logging.getLogger("kvgraft")
-AGREEMENT_SECONDS = 10.0  # between the first rank that is done with a piece of work and the last
+# seconds between the first and the last rank that ends a piece of work
+AGREEMENT_SECONDS = 10.0
 
 
 def all_succeeded(success: bool) -> bool:
-    """Whether this rank and all others have; each calls this when a piece of work has ended,
-    however it has.
+    """Return True if this rank and all others have succeeded.
 
-    A rank that failed alone comes here while others wait for it in a collective inside of vLLM's
-    layers, which nobody can call off. If not all have come after AGREEMENT_SECONDS, this process
-    ends: vLLM's executor notices, ends the others and then the engine, and clients are told that it
-    is dead."""
+    Each rank calls this when a piece of work has ended, in success or failure. A rank that failed
+    alone comes here while others wait for it in a collective inside of vLLM's layers, which cannot
+    be cancelled. If not all have come after AGREEMENT_SECONDS, this process ends. vLLM's executor
+    then ends the other ranks and the engine, and clients get an error.
+    """
     if get_tensor_model_parallel_world_size() == 1:
         return success
+
     verdict = torch.tensor([success], dtype=torch.int32)
     try:
         if current_platform.is_cuda_alike():
-            torch.cuda.synchronize()  # what was only queued is not done
+            # Work that is only queued is not done.
+            torch.cuda.synchronize()
         torch.distributed.all_reduce(
             verdict, torch.distributed.ReduceOp.MIN, get_tp_group().cpu_group, async_op=True
         ).wait(timedelta(seconds=AGREEMENT_SECONDS))
@@ -38,17 +41,20 @@ def all_succeeded(success: bool) -> bool:
             "another rank neither failed nor succeeded as this one did: this one ends",
             exc_info=True,
         )
-        os._exit(1)  # an ordinary exit would wait for the collective
+        # An ordinary exit would wait for the collective.
+        os._exit(1)
+
     return bool(verdict)
 
 
 def over_ranks(values: Tensor, reduction: Reduction, device: torch.device) -> Tensor:
-    """Floats [...], reduced over this rank's heads -> over those of all ranks, the same on each.
+    """Reduce floats [...] over the ranks; the result is the same on each.
 
-    They are gathered on `device` and returned where they were.
+    The values are gathered on `device` and returned on their own device.
     """
     if get_tensor_model_parallel_world_size() == 1:
         return values
     ranks = get_tp_group()
-    gathered = ranks.all_gather(values.to(device)[None].contiguous(), dim=0)  # [ranks, ...]
+    # [ranks, ...]
+    gathered = ranks.all_gather(values.to(device)[None].contiguous(), dim=0)
     return (gathered.sum(0) if reduction == "sum" else gathered.amax(0)).to(values.device)

@@ -1,4 +1,4 @@
-"""Methods of single objects of vLLM, replaced for some time."""
+"""Temporary replacement of methods on single objects of vLLM."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,7 +7,10 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Have this object, and no other of its class, use `method`; it may be replaced already."""
+    """Replace a method of this object, and of no other, within a context.
+
+    Contexts may be nested.
+    """
     own = vars(owner)
     missing = object()
     before = own.get(name, missing)
@@ -23,10 +26,9 @@ def replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None
 
 @contextmanager
 def before_attending(attention: Any, act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` whenever one of vLLM's attention layers has stored keys and values and is about to
-    attend.
+    """Call `act` whenever an attention layer of vLLM has stored its KV and is about to attend.
 
-    vLLM's operators find the implementation when they run, so this holds in compiled graphs, too.
+    vLLM's operators look up the implementation when they run, so this works in compiled graphs too.
     """
     attend = attention.impl.forward
 

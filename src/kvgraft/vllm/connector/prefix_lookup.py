@@ -1,9 +1,11 @@
 """Control of what vLLM's prefix lookup finds for a request.
 
 `HashMasking` gives a request block hashes that no content has, or the hashes of an approximate
-prefix. Its users are conversations that continue with the KV of the last turn (`Continuing`),
-prompts that keep only a part of their documents (`PromptTruncation`), and trials of a server in
-shadow mode (`ShadowMode`).
+prefix. It has three users:
+
+- `Continuing`: conversations that continue with the KV of the last turn.
+- `PromptTruncation`: prompts that keep only a part of their documents.
+- `ShadowMode`: trials of a server in shadow mode.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""Attention by KV head: layers of one head each, and what a local head sees of vLLM's paged cache.
+"""Attention by KV head: layers of one head each, and the attention of local heads.
 
-The attention of local heads is ours on every platform, since stock kernels would read what was
-given back."""
+Local heads use our kernel on every platform, since stock kernels would read blocks that were freed.
+"""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,15 +25,17 @@ ONE_HEAD = LayerHeads((0,), (0,), (True,))
 
 
 class LocalBackend(AttentionBackend):
-    """Attention to sinks and a window, for any device; of the cache it takes every layout in which
-    the tokens of a block follow each other."""
+    """Attention to sinks and a window, for every device.
+
+    It takes every cache layout in which the tokens of a block follow each other.
+    """
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
 
     @staticmethod
     def get_name() -> str:
-        """As vLLM's registry calls backends that are not its own."""
+        """Return the name of vLLM's registry for backends that are not its own."""
         return "CUSTOM"
 
     @staticmethod
@@ -47,11 +49,14 @@ class LocalBackend(AttentionBackend):
 
 @dataclass(frozen=True, eq=False)
 class LocalMetadata:
-    """A step's queries of local heads.
+    """Queries of a step for local heads.
 
     Attributes:
-        positions: of each request, int64 [n] on the CPU.
-        pages: their block tables, int64 [b].
+        positions: positions of each request's queries, int64 [n] on the CPU.
+        pages: block table of each request, int64 [b].
+        block_size: tokens per block.
+        sinks: number of sink tokens.
+        window: tokens in the window.
     """
 
     positions: list[Tensor]
@@ -62,8 +67,11 @@ class LocalMetadata:
 
     @memoised
     def layout(self, stride: int) -> AttentionLayout:
-        """The queries and the rows that they read, where blocks begin every `stride` rows. What a
-        block table no longer has is not seen."""
+        """Return the queries and the rows that they read, for blocks that begin every `stride`
+        rows.
+
+        Blocks that a table no longer holds are not read.
+        """
         slots = []
         for pages in self.pages:
             offsets = torch.arange(self.block_size, device=pages.device)
@@ -73,8 +81,11 @@ class LocalMetadata:
 
 
 class LocalBuilder(AttentionMetadataBuilder[LocalMetadata]):
-    """Builds that of a group of layers. Its steps are never captured as a whole: which tokens tiles
-    of windows hold is worked out on the host."""
+    """Builder of `LocalMetadata` for a group of layers.
+
+    Its steps are never captured as a whole, because the host computes which tokens the tiles of
+    windows hold.
+    """
 
     kv_cache_spec: SinkWindowSpec
 
@@ -84,7 +95,7 @@ class LocalBuilder(AttentionMetadataBuilder[LocalMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> LocalMetadata:
-        """As in vLLM."""
+        """Build the metadata of a step as in vLLM."""
         common, size = common_attn_metadata, int(self.kv_cache_spec.block_size)
         counts = common.query_start_loc_cpu.diff().tolist()
         stops = lengths_of(common)[: len(counts)].tolist()
@@ -99,8 +110,10 @@ class LocalBuilder(AttentionMetadataBuilder[LocalMetadata]):
 
 
 class LocalImpl(AttentionImpl[LocalMetadata]):
-    """One KV head that sees sinks and a window; the key and the value of a token lie beside each
-    other."""
+    """Attention of one KV head to sinks and a window.
+
+    The cache holds each key next to its value.
+    """
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: Any,
@@ -113,8 +126,10 @@ class LocalImpl(AttentionImpl[LocalMetadata]):
     def do_kv_cache_update(
         self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write key and value [n, 1, d] to their slots; padding goes to the null block, which
-        nobody reads."""
+        """Write key and value [n, 1, d] to their slots.
+
+        Padding goes to the null block, which is never read.
+        """
         rows, stride, size = _rows_of(kv_cache)
         slots, count = slot_mapping.long().clamp(min=0), slot_mapping.numel()
         rows[slots // size * stride + slots % size] = torch.cat(
@@ -127,8 +142,9 @@ class LocalImpl(AttentionImpl[LocalMetadata]):
         output: Tensor, output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """As in vLLM: query and output [n, heads, d]."""
-        if attn_metadata is None:  # warming up
+        """Attend as in vLLM: query and output are [n, heads, d]."""
+        # vLLM passes no metadata when it warms up.
+        if attn_metadata is None:
             return output
         rows, stride, _ = _rows_of(kv_cache)
         keys, values = rows[None].chunk(2, dim=-1)
@@ -141,14 +157,14 @@ class LocalImpl(AttentionImpl[LocalMetadata]):
 
 
 class LocalAttention(Attention):
-    """A layer of one local KV head."""
+    """Attention layer of one local KV head."""
 
     def __init__(self, *args: Any, sinks: int, window: int, **kwargs: Any) -> None:
         super().__init__(*args, attn_backend=LocalBackend, **kwargs)
         self.sink_tokens, self.window_tokens = sinks, window
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> SinkWindowSpec:
-        """What its cache holds."""
+        """Return the spec of its cache."""
         return SinkWindowSpec(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=self.num_kv_heads,
@@ -160,7 +176,14 @@ class LocalAttention(Attention):
 
 
 class HeadAttention(nn.Module):
-    """The attention of a decoder layer, KV head by KV head."""
+    """Attention of a decoder layer, KV head by KV head.
+
+    Args:
+        whole: vLLM's attention layer that this replaces.
+        head_map: classes of the KV heads.
+        layer: number of the decoder layer.
+        cache_config: vLLM's cache configuration.
+    """
 
     def __init__(self, whole: Attention, head_map: HeadMap, layer: int, cache_config: Any) -> None:
         super().__init__()
@@ -168,6 +191,7 @@ class HeadAttention(nn.Module):
         groups = whole.num_heads // whole.num_kv_heads
         self.query_size, self.key_size = groups * whole.head_size, whole.head_size
         heads: list[Attention] = []
+
         for head, head_class in enumerate(head_map.classes[layer]):
             arguments: dict[str, Any] = {
                 "num_heads": groups,
@@ -183,10 +207,11 @@ class HeadAttention(nn.Module):
                 )
             else:
                 heads.append(Attention(**arguments))
+
         self.heads = nn.ModuleList(heads)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As `Attention`: [n, Hq d], [n, Hkv d] twice -> [n, Hq d]."""
+        """Attend as `Attention` does: [n, Hq d] and twice [n, Hkv d] -> [n, Hq d]."""
         parts = (
             query.split(self.query_size, dim=-1),
             key.split(self.key_size, dim=-1),
@@ -200,8 +225,14 @@ class HeadAttention(nn.Module):
 
 
 def _rows_of(kv_cache: Tensor) -> tuple[Tensor, int, int]:
-    """A cache [blocks, 1, N, 2 d] as rows of tokens, [rows, 2 d]; after how many of them a block
-    begins; and N."""
+    """Return a cache [blocks, 1, N, 2 d] as rows of tokens [rows, 2 d], with its strides.
+
+    Returns:
+        The rows, the number of rows from one block to the next, and N.
+
+    Raises:
+        ValueError: the cache is not rows of tokens.
+    """
     blocks, _, size, width = kv_cache.shape
     stride, odd = divmod(kv_cache.stride(0), kv_cache.stride(2))
     if odd or kv_cache.stride(3) != 1:

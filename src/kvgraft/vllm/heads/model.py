@@ -12,7 +12,7 @@ from kvgraft.vllm.heads.attention import HeadAttention
 
 
 class _ByHead:
-    """Puts `HeadAttention` into the layers of a model of the Llama family."""
+    """Mixin that puts `HeadAttention` into the layers of a model of the Llama family."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         head_map = check_head_map(vllm_config, vllm_config.additional_config.get(HEAD_MAP))

@@ -1,5 +1,4 @@
-"""What vLLM's block pool keeps for local heads: the first blocks of a request, and those of its
-window."""
+"""Block management of local heads: a request keeps its first blocks and those of its window."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,36 +12,41 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 @dataclass(frozen=True, kw_only=True)
 class SinkWindowSpec(SlidingWindowSpec):
-    """A sliding window, and the first `sinks` tokens."""
+    """Cache spec of a sliding window and the first `sinks` tokens."""
 
     sinks: int
 
     @property
     def sink_blocks(self) -> int:
-        """Blocks that hold sinks."""
+        """Number of blocks that hold sinks."""
         return -(-self.sinks // self.block_size)
 
     def left_out(self, num_skipped_tokens: int) -> range:
-        """Blocks that a request leaves out whose window skips so many tokens."""
+        """Return the blocks that a request leaves out when its window skips `num_skipped_tokens`
+        tokens.
+        """
         stop = num_skipped_tokens // self.block_size
         return range(min(self.sink_blocks, stop), stop)
 
     @property
     def num_retained_tokens(self) -> int:
-        """How many tokens before those of a step stay readable: all, since what lies further back
-        is taken out of block tables, sinks too (by the second model runner, from vLLM 0.33)."""
+        """Number of tokens before a step's tokens that stay readable: all of them.
+
+        The second model runner (from vLLM 0.33) takes older ones out of block tables, sinks
+        included.
+        """
         return 2**31 - 1
 
     def max_admission_blocks_per_request(
         self, max_in_flight_tokens: int, max_model_len: int
     ) -> int:
-        """Blocks that a request holds at most."""
+        """Return the maximum number of blocks that a request holds."""
         window: int = super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
         return window + self.sink_blocks
 
 
 class SinkWindowManager(SlidingWindowManager):
-    """vLLM's sliding window, which never gives the sinks back and takes no hit without them."""
+    """Manager of a sliding window that never frees the sinks and accepts no hit without them."""
 
     @classmethod
     def find_longest_cache_hit(
@@ -51,7 +55,7 @@ class SinkWindowManager(SlidingWindowManager):
         drop_eagle_block: bool, alignment_tokens: int, dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> Any:  # fmt: skip
-        """As of the window, with the sinks; nothing if one of these is gone."""
+        """Return the hit of the window with the sinks; no hit if a sink block is gone."""
         hit_blocks, length = super().find_longest_cache_hit(
             block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec,
             drop_eagle_block, alignment_tokens, dcp_world_size, pcp_world_size,
@@ -69,13 +73,17 @@ class SinkWindowManager(SlidingWindowManager):
                 return tuple([] for _ in kv_cache_group_ids), 0
             for blocks, block in zip(hit_blocks, cached, strict=True):
                 blocks[number] = block
+
         return hit_blocks, length
 
     @classmethod
     def reachable_block_mask(
         cls, start_block: int, *args: Any, kv_cache_spec: Any, **kwargs: Any
     ) -> Any:
-        """Which blocks are worth finding again, None for all: those of a window, and the sinks."""
+        """Return a mask of blocks that later requests may need: those of a window, and the sinks.
+
+        None means all.
+        """
         mask = super().reachable_block_mask(
             start_block, *args, kv_cache_spec=kv_cache_spec, **kwargs
         )
@@ -91,13 +99,19 @@ class SinkWindowManager(SlidingWindowManager):
         total_computed_tokens: int,
         *args: Any, **kwargs: Any,
     ) -> int:  # fmt: skip
-        """Sinks of a hit may lie in the free queue, from where they are taken; a connector's need
-        new blocks."""
+        """Return the number of blocks to allocate, with those for the sinks.
+
+        Sink blocks of a hit may have to be taken from the free queue. Sinks that a connector brings
+        need new blocks.
+        """
         count: int = super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **kwargs
         )
-        if request_id in self.num_cached_block:  # it has them
+
+        # The request already has its sinks.
+        if request_id in self.num_cached_block:
             return count
+
         known = self._skipped_sinks(new_computed_blocks, total_computed_tokens)
         return (
             count
@@ -110,7 +124,9 @@ class SinkWindowManager(SlidingWindowManager):
         self, request_id: str, new_computed_blocks: Sequence[Any], num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:  # fmt: skip
-        """As of the window, which puts null blocks in the place of the sinks: they come back."""
+        """Add the blocks of a hit as the window does, then restore the sink blocks that it
+        replaces by null.
+        """
         computed = num_local_computed_tokens + num_external_computed_tokens
         sinks = self._skipped_sinks(new_computed_blocks, computed)
         self.block_pool.touch(sinks)
@@ -124,8 +140,9 @@ class SinkWindowManager(SlidingWindowManager):
         *args: Any,
         **kwargs: Any,
     ) -> None:  # fmt: skip
-        """As of the window, which has no blocks for the sinks that a connector brings: they get
-        some."""
+        """Allocate blocks as the window does, and also blocks for the sinks that a connector
+        brings.
+        """
         super().allocate_external_computed_blocks(
             request_id, num_local_computed_tokens, num_external_computed_tokens, *args, **kwargs
         )
@@ -140,8 +157,10 @@ class SinkWindowManager(SlidingWindowManager):
                 self.new_block_ids.append(block.block_id)
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """As of the window, which takes skipped blocks for known ones: sinks that a connector
-        brought are not yet."""
+        """Cache blocks as the window does, and first the sinks that a connector has brought.
+
+        The window treats skipped blocks as cached already, but these sinks are not.
+        """
         blocks = self.req_to_blocks[request.request_id]
         known = self.num_cached_block.get(request.request_id, 0)
         stop = min(self.kv_cache_spec.sink_blocks, num_tokens // self.block_size, known)
@@ -159,25 +178,26 @@ class SinkWindowManager(SlidingWindowManager):
                 block_size=self.block_size,
                 kv_cache_group_id=self.kv_cache_group_id,
             )
+
         super().cache_blocks(request, num_tokens, *args, **kwargs)
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Give back what lies between the sinks and the window."""
+        """Free the blocks between the sinks and the window."""
         skipped = self.get_num_skipped_tokens(processed_computed_tokens) // self.block_size
         self._remove_blocks_in_range(request_id, self.kv_cache_spec.sink_blocks, skipped)
 
     def _skipped_sinks(self, blocks: Sequence[Any], num_computed_tokens: int) -> list[Any]:
-        """The sinks among the blocks of a hit that its window leaves behind."""
+        """Return the sink blocks of a hit that its window has left behind."""
         return list(blocks[: self._num_sinks(num_computed_tokens)])
 
     def _num_sinks(self, num_computed_tokens: int) -> int:
-        """Blocks of sinks that a window leaves behind."""
+        """Return the number of sink blocks that a window has left behind."""
         skipped = self.get_num_skipped_tokens(num_computed_tokens) // self.block_size
         return int(min(skipped, self.kv_cache_spec.sink_blocks))
 
 
 KVCacheSpecRegistry._ensure_registered()
-# in every process that such a spec reaches
+# Every process that receives such a spec imports this module, and so registers its manager.
 KVCacheSpecRegistry.register(SinkWindowSpec, SinkWindowManager)

@@ -1,5 +1,5 @@
-"""Flows in vLLM: decode steps attend to the blocks that a flow chooses, through vLLM's own paged
-attention kernel.
+"""Flows in vLLM: decode steps attend only to the blocks that a flow chooses.
 
-`program` says which flow a server follows, and refuses what cannot be right; `attention` is the CPU
-backend with it."""
+`program` reads which flow a server follows and refuses invalid configurations. `attention` extends
+vLLM's attention backends with the flow.
+"""

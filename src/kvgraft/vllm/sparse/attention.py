@@ -1,9 +1,9 @@
-"""Attention backends of vLLM with a flow: decode steps read the blocks that it chooses, each KV
-head its own.
+"""Attention backends of vLLM with a flow: in decode steps each KV head reads its own choice of
+blocks.
 
-A page of one KV head is a page, and each KV head of each request a sequence with a block table of
-its own. Prompts, short requests and skipped layers are attended to as ever, by the backend that
-vLLM has chosen."""
+The page of one KV head counts as a page. Each KV head of each request is a sequence with its own
+block table. Prompts, short requests and skipped layers use the unchanged backend of vLLM.
+"""
 
 from functools import cache
 from typing import Any, ClassVar
@@ -22,11 +22,14 @@ from kvgraft.vllm.sparse.layouts import CacheLayout, Packed, Strided
 from kvgraft.vllm.sparse.metadata import SparseBuilder, SparseMetadata
 from kvgraft.vllm.sparse.program import BACKENDS, program_of
 
-NO_WINDOW = (None, -1, (-1, -1))  # as backends write it
+# values by which backends mean no window
+NO_WINDOW = (None, -1, (-1, -1))
 
 
 def __getattr__(name: str) -> type:
-    """A backend by its name in vLLM's registry, `FLASH_ATTN`, with a flow."""
+    """Return the backend with this name in vLLM's registry, for example `FLASH_ATTN`, with a
+    flow.
+    """
     if name not in BACKENDS:
         raise AttributeError(
             f"no attention backend {name!r} can follow flows: {', '.join(BACKENDS)}"
@@ -36,12 +39,13 @@ def __getattr__(name: str) -> type:
 
 @cache
 def _named(name: str) -> type:
+    """Return the backend with this name, made once per process."""
     layout = Packed() if name == "CPU_ATTN" else Strided()
     return with_flow(resolve_obj_by_qualname(AttentionBackendEnum[name].value), layout)
 
 
 def with_flow(backend: type, layout: CacheLayout) -> type:
-    """A backend of vLLM, sparse where the server has a flow."""
+    """Return a subclass of a vLLM backend that decodes sparsely if the server has a flow."""
     own: Any = backend
     builder, impl = own.get_builder_cls(), own.get_impl_cls()
     sparse_builder = type(f"Sparse{builder.__name__}", (SparseBuilder, builder), {"STOCK": builder})
@@ -52,8 +56,7 @@ def with_flow(backend: type, layout: CacheLayout) -> type:
 
 
 class SparseImpl:
-    """Before an implementation of vLLM's: one attention layer and the caches that the flow has of
-    it."""
+    """Mixin before an implementation of vLLM: one attention layer with the caches of its flow."""
 
     layout: ClassVar[CacheLayout]
 
@@ -65,18 +68,23 @@ class SparseImpl:
         self._caches: FlowLayerCaches | None = None
 
     def follow(self, program: Program | None) -> None:
-        """Decode as this flow says from now on, densely without one; its caches are filled anew."""
+        """Decode by this flow from now on, or densely with None.
+
+        The flow's caches are filled again.
+        """
         self._program, self._caches = program, None
 
     def do_kv_cache_update(
         self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """As in vLLM: write key and value [n, Hkv, d] to their slots."""
+        """Write key and value [n, Hkv, d] to their slots as vLLM does, and mark their blocks as
+        changed.
+        """
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
         self.note_written(kv_cache, slot_mapping)
 
     def note_written(self, kv_cache: Tensor, slots: Tensor) -> None:
-        """Somebody has written to these slots int64 [n] of the cache."""
+        """Mark the blocks of slots int64 [n] as changed."""
         if self._program is not None and kv_cache.numel():
             self._of(kv_cache, self._program).note(slots)
 
@@ -86,7 +94,9 @@ class SparseImpl:
         output: Tensor, output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """As in vLLM: query and output [n, Hq, d]."""
+        """Attend as in vLLM, sparsely where the step's metadata says so; query and output are
+        [n, Hq, d].
+        """
         stock: Any = super()
         sparse: SparseMetadata | None = getattr(attn_metadata, "kvgraft_sparse", None)
         program = self._program
@@ -100,27 +110,36 @@ class SparseImpl:
                 layer, query, key, value, kv_cache, attn_metadata, *rest
             )
             return attended
+
         if sparse.others is not None:
             stock.forward(layer, query, key, value, kv_cache, sparse.others, output)
+
         caches, heads = self._of(kv_cache, program), kv_cache.shape[1]
-        decoding = query[sparse.queries].unflatten(1, (heads, -1)).flatten(0, 1)  # [r * Hkv, g, d]
+
+        # [r * Hkv, g, d]
+        decoding = query[sparse.queries].unflatten(1, (heads, -1)).flatten(0, 1)
         tables, lengths = caches.choose(layer, decoding, sparse)
         bound = sparse.batch.attended(tables.shape[1])
         found = self.layout.attend(self, layer, decoding, kv_cache, tables, lengths, bound)
         output[sparse.queries] = found.view(-1, *output.shape[1:])
+
         return output
 
     def _of(self, kv_cache: Tensor, program: Program) -> "FlowLayerCaches":
-        """The caches beside this cache: new ones if it is a new one."""
+        """Return the flow's caches for this KV cache; new ones if it is another cache than
+        before.
+        """
         if self._caches is None or self._caches.kv_cache is not kv_cache:
             self._caches = FlowLayerCaches(program, kv_cache, self.layout)
         return self._caches
 
 
 class FlowLayerCaches:
-    """What a flow keeps of the blocks of one layer. A block that was written to is taken up again
-    when it is read, so that it does not matter who wrote it, in which order, or what was there
-    before."""
+    """Data that a flow keeps about the blocks of one layer.
+
+    Blocks that were written are processed again when they are read next. So it does not matter who
+    wrote them, in which order, or what they held before.
+    """
 
     def __init__(self, program: Program, kv_cache: Tensor, layout: CacheLayout) -> None:
         self.kv_cache = kv_cache
@@ -130,11 +149,14 @@ class FlowLayerCaches:
         self.written = torch.ones(blocks, dtype=torch.bool, device=kv_cache.device)
 
     def note(self, slots: Tensor) -> None:
-        """Slots int64 [n] are written to; below 0 are none, and block 0 is nobody's."""
+        """Mark the blocks of slots int64 [n] as written.
+
+        Slots below 0 fall into block 0, which is unused.
+        """
         self.written[slots.clamp(min=0) // self._size] = True
 
     def choose(self, layer: Any, query: Tensor, sparse: SparseMetadata) -> tuple[Tensor, Tensor]:
-        """As `LayerIndexer.choose`."""
+        """Choose blocks as `LayerIndexer.choose` does, after changed blocks are processed."""
         own = self.indexer.at(
             slice(None), *self._layout.pages(layer, self.kv_cache, self._head_dim)
         )
@@ -147,7 +169,7 @@ class FlowLayerCaches:
         return own.choose(query, sparse.batch)
 
     def rows(self, pages: Tensor) -> Tensor:
-        """Rows of all heads of some blocks, int64 [n * Hkv]."""
+        """Return the rows of all KV heads of these blocks, int64 [n * Hkv]."""
         return (
             pages[:, None] * self.num_heads + torch.arange(self.num_heads, device=pages.device)
         ).flatten()

@@ -1,5 +1,7 @@
-"""How attention backends of vLLM lay out keys and values, logically [blocks, Hkv, N, 2 d], and what
-attends to them, by pages of one KV head."""
+"""Layouts of keys and values in vLLM's attention backends, and attention to pages of one KV head.
+
+Logically a cache is [blocks, Hkv, N, 2 d].
+"""
 
 from typing import Any, Protocol
 
@@ -15,10 +17,10 @@ from kvgraft.vllm.compat.packing import unpack
 
 
 class CacheLayout(Protocol):
-    """What depends on the backend."""
+    """Interface of what depends on the backend."""
 
     def pages(self, layer: Any, kv_cache: Tensor, head_dim: int) -> tuple[Paged, Paged]:
-        """Keys and values by row, block * Hkv + head: [rows, N, d]."""
+        """Return keys and values by row, block * Hkv + head: [rows, N, d] each."""
 
     def attend(
         self,
@@ -30,16 +32,24 @@ class CacheLayout(Protocol):
         lengths: Tensor,
         bound: Lengths,
     ) -> Tensor:
-        """Queries [S, g, d] to the rows of their tables int64 [S, m], which hold so many tokens ->
-        [S, g, d]."""
+        """Return the attention [S, g, d] of queries to the rows of their tables.
+
+        Args:
+            query: [S, g, d].
+            tables: int64 [S, m].
+            lengths: tokens in each table.
+            bound: upper bound of `lengths`.
+        """
 
 
 class Strided:
-    """Backends for GPUs: heads or tokens first, layers together or apart, which are strides; our
-    own kernel attends."""
+    """Layout of backends for GPUs, whose order of heads, tokens and layers is a matter of strides.
+
+    Our own kernel attends.
+    """
 
     def pages(self, layer: Any, kv_cache: Tensor, head_dim: int) -> tuple[HeadPages, HeadPages]:
-        """In place."""
+        """Return views of the cache."""
         return HeadPages(kv_cache[..., :head_dim]), HeadPages(kv_cache[..., head_dim:])
 
     def attend(
@@ -52,19 +62,21 @@ class Strided:
         lengths: Tensor,
         bound: Lengths,
     ) -> Tensor:
-        """See `CacheLayout`."""
+        """Attend as in `CacheLayout`, with our own kernel."""
         keys, values = (pages.by_block for pages in self.pages(layer, kv_cache, query.shape[2]))
         return block_sparse_attention(query, keys, values, tables, lengths, impl.scale, bound)
 
 
 class Packed:
-    """The CPU backend, which packs a block as its instruction set wants it: its own kernel attends,
-    to a cache of one head in which a page of a KV head is a page."""
+    """Layout of the CPU backend, which packs a block for its instruction set.
+
+    vLLM's own kernel attends, to a view of the cache with one head and one page per KV head.
+    """
 
     def pages(
         self, layer: Any, kv_cache: Tensor, head_dim: int
     ) -> tuple["PackedPages", "PackedPages"]:
-        """Unpacked where they are read."""
+        """Return pages that are unpacked when they are read."""
         return PackedPages(kv_cache, head_dim, layer.isa, 0), PackedPages(
             kv_cache, head_dim, layer.isa, 1
         )
@@ -79,7 +91,7 @@ class Packed:
         lengths: Tensor,
         bound: Lengths,
     ) -> Tensor:
-        """See `CacheLayout`."""
+        """Attend as in `CacheLayout`, with vLLM's CPU kernel."""
         blocks, heads, size, _ = kv_cache.shape
         keys, values = kv_cache.view(blocks * heads, 1, 2 * size, query.shape[2]).chunk(2, dim=2)
         output, lengths = torch.empty_like(query), lengths.int()
@@ -117,11 +129,16 @@ class Packed:
             v_scale=layer._v_scale_float,
             kv_cache_dtype=impl.kv_cache_dtype,
         )
+
         return output
 
 
 class PackedPages:
-    """The keys (0) or values (1) of a packed cache [blocks, Hkv, N, 2 d], by row: [rows, N, d]."""
+    """Keys or values of a packed cache [blocks, Hkv, N, 2 d] by row: [rows, N, d].
+
+    Args:
+        which: 0 for keys, 1 for values.
+    """
 
     def __init__(self, kv_cache: Tensor, head_dim: int, isa: str, which: int) -> None:
         blocks, heads, size, _ = kv_cache.shape

@@ -1,4 +1,4 @@
-"""Which requests a step decodes sparsely, beside the metadata of any attention backend of vLLM."""
+"""Choice of the requests that a step decodes sparsely, added to the metadata of vLLM's backends."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -15,15 +15,15 @@ from kvgraft.vllm.sparse.program import program_of
 
 @dataclass(frozen=True, eq=False)
 class SparseMetadata:
-    """Requests that a step decodes sparsely: what is added to the metadata of its attention.
+    """Requests that a step decodes sparsely.
 
     Attributes:
         queries: int64 [r], rows of their tokens among those of the step.
         pages: int64 [r, T], their block tables.
-        full: int64 [r], how many of these pages are full.
-        batch: one row for each of their KV heads.
-        others: metadata of the same step in which they have one token of context, so that what vLLM
-            computes for them costs nothing; None if there is nobody else.
+        full: int64 [r], number of full pages in each table.
+        batch: one row for each KV head of these requests.
+        others: metadata of the same step in which these requests have one token of context, so that
+            vLLM's work for them costs nothing. None if the step has no other requests.
     """
 
     queries: Tensor
@@ -34,13 +34,13 @@ class SparseMetadata:
 
 
 class SparseBuilder:
-    """Before a builder of vLLM's: metadata of a step, with the requests that it decodes sparsely.
+    """Mixin before a metadata builder of vLLM, which adds the requests to decode sparsely.
 
-    Steps are not captured as a whole: how many sequences are sparse, and which, differs between
-    them. Pieces between attention layers still are.
+    Steps are not captured as a whole, because the number and choice of sparse requests change from
+    step to step. Pieces between attention layers are still captured.
 
     Raises:
-        UnsupportedConfiguration: blocks of the kernel are not those that the flow was traced for.
+        UnsupportedConfiguration: the kernel's block size differs from that of the traced flow.
     """
 
     STOCK: ClassVar[type]
@@ -51,38 +51,49 @@ class SparseBuilder:
         spec = self.kv_cache_spec  # type: ignore[attr-defined]
         self._num_heads: int = spec.num_kv_heads
         self._others: Any = None
+
         if self.program is None:
             return
+
         if spec.block_size != self.program.block_size:
             raise UnsupportedConfiguration(
                 f"flow {self.program.flow.name!r} cannot be followed with blocks of "
                 f"{self.program.block_size} tokens "
                 f"where the attention kernel takes {spec.block_size}: set --block-size to that"
             )
-        # what a builder plans for one metadata is overwritten with the next
+
+        # A builder overwrites the plan of one metadata with the next, so the other one needs its
+        # own builder.
         twin = self.STOCK(*args, **kwargs)
-        # FlashInfer's is large, and used by one call at a time
+
+        # FlashInfer's workspace is large and used by one call at a time, so both builders share it.
         if hasattr(twin, "set_workspace_buffer"):
             twin.set_workspace_buffer(self._get_workspace_buffer())  # type: ignore[attr-defined]
+
         self._others = twin
 
     @classmethod
     def get_cudagraph_support(cls, *_: Any) -> AttentionCGSupport:
-        """See above."""
+        """Return NEVER, for the reason given in the class."""
         return AttentionCGSupport.NEVER
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        """As in vLLM."""
+        """Build metadata as vLLM does, and add the sparse requests."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
         metadata.kvgraft_sparse = self._sparse(common_attn_metadata)
         return metadata
 
     def _sparse(self, common: Any) -> SparseMetadata | None:
+        """Return the requests that the step decodes sparsely, or None.
+
+        These have one query, are no prefills, and have more blocks than the flow reads at most.
+        """
         program = self.program
         if program is None or common.is_prefilling is None or common.causal is not True:
             return None
+
         starts = common.query_start_loc_cpu.long()
         lengths = lengths_of(common)[: len(starts) - 1]
         blocks = -(-lengths // program.block_size)
@@ -92,8 +103,10 @@ class SparseBuilder:
             & ~common.is_prefilling[: len(lengths)].cpu()
         )
         rows = sparse.nonzero()[:, 0]
+
         if not rows.numel():
             return None
+
         others = None if bool(sparse.all()) else self._others.build(0, _shortened(common, sparse))
         table, own = common.block_table_tensor, lengths[rows]
         pages = table[rows.to(table.device), : int(blocks[rows].max())].long()
@@ -101,11 +114,12 @@ class SparseBuilder:
         by_head = (pages[:, None] * self._num_heads + heads[:, None]).flatten(0, 1)
         batch = Batch(by_head, own.repeat_interleave(self._num_heads), program.block_size)
         full = (own // program.block_size).to(table.device)
+
         return SparseMetadata(starts[rows].to(table.device), pages, full, batch, others)
 
 
 def _shortened(common: Any, sparse: Tensor) -> Any:
-    """The same step, in which these requests have one token of context."""
+    """Return metadata of the same step, in which the sparse requests have one token of context."""
     changed: dict[str, Any] = {}
     for name in ("seq_lens", "seq_lens_cpu_upper_bound"):
         lengths = getattr(common, name, None)

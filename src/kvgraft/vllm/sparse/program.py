@@ -1,4 +1,4 @@
-"""The flow that a server follows: one for all requests, named in vLLM's `additional_config`."""
+"""The flow that a server follows for all requests, named in vLLM's `additional_config`."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -16,15 +16,16 @@ from kvgraft.vllm.compat import FLOW
 from kvgraft.vllm.compat.families import FLOWS, architecture_of
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
 
-BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")  # of vLLM, that can follow flows
+# backends of vLLM that can follow flows
+BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 _MODULE = "kvgraft.vllm.sparse.attention"
 
 
 def program_of(config: VllmConfig) -> Program | None:
-    """The flow, traced for the model; None if the server has none.
+    """Return the flow, traced for the model; None if the server has none.
 
     Raises:
-        ValueError, FileNotFoundError: it names no flow, or one that cannot be right.
+        ValueError, FileNotFoundError: the configuration names no flow, or an invalid one.
     """
     named = (
         config.additional_config.get(FLOW) if isinstance(config.additional_config, dict) else None
@@ -38,16 +39,17 @@ def program_of(config: VllmConfig) -> Program | None:
 
 @lru_cache(maxsize=16)
 def _program(named: str, block_size: int, head_dim: int, group: int) -> Program | None:
+    """Return the traced flow, cached for equal shapes."""
     flow = parse_flow(named)
     return None if flow is None else trace(flow, block_size, head_dim, group)
 
 
 def install(config: VllmConfig) -> None:
-    """Let the models that this process loads from here on attend as the flow says, if the server
-    has one.
+    """Let models that this process loads from now on attend as the flow says, if the server has
+    one.
 
     Raises:
-        UnsupportedConfiguration: everything that stands in the way.
+        UnsupportedConfiguration: the message names every reason.
         ValueError, FileNotFoundError: as `program_of`.
     """
     program = program_of(config)
@@ -58,7 +60,8 @@ def install(config: VllmConfig) -> None:
         raise UnsupportedConfiguration(
             f"flow {program.flow.name!r} cannot be followed with " + "; ".join(reasons)
         )
-    for name in BACKENDS:  # whichever vLLM chooses
+    # vLLM chooses one of these backends later.
+    for name in BACKENDS:
         register_backend(AttentionBackendEnum[name], f"{_MODULE}.{name}")
 
 
@@ -74,24 +77,30 @@ def check_installed(config: VllmConfig, model: nn.Module) -> None:
 
 
 def _reasons(config: VllmConfig, program: Program) -> Iterator[str]:
+    """Yield reasons against a flow in this configuration."""
     cache = config.cache_config
     if not current_platform.is_cpu() and not current_platform.is_cuda():
         yield (
             "this platform: only attention backends for CPUs and CUDA can be given block tables by "
             "KV head yet"
         )
+
     architecture = architecture_of(config)
     if architecture not in FLOWS and not config.model_config.use_mla:
         yield (
             f"model class {architecture}: flows choose blocks for attention without windows, sinks "
             "and soft caps only"
         )
+
     if config.model_config.use_mla:
         yield "a model of latent attention: only the native engine follows flows there"
+
     if is_quantized_kv_cache(cache.cache_dtype):
         yield f"KV cache dtype {cache.cache_dtype}: only unquantised ones are supported"
+
     if config.speculative_config is not None:
         yield "speculative decoding: its steps have several queries"
+
     if program.is_stateful and cache.enable_prefix_caching:
         yield "prefix caching: the flow keeps state in pages, and two requests could share one"
     elif cache.enable_prefix_caching and config.kv_transfer_config is None:
