@@ -43,9 +43,7 @@ class PrefillChunk:
     metadata: list[Any] | None = None
 
     def scattered(self) -> tuple[list[int], list[Tensor]]:
-        """Return the prompts that have rows behind the long runs, and these rows' positions on
-        the CPU.
-        """
+        """Return prompts with rows behind the long runs, and these rows' positions on the CPU."""
         runs = self.runs[self.num_long :]
         sizes = np.array([stop - first for _, first, stop in runs])
         prompts, counts = np.unique(

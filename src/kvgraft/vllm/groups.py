@@ -214,9 +214,7 @@ class CacheGroups:
         return {page for table in block_ids for page in table}
 
     def _left_out(self, group: int, num_tokens: int) -> range:
-        """Return the blocks that a request's table leaves out once `num_tokens` tokens are
-        computed.
-        """
+        """Return the blocks that a table leaves out once `num_tokens` tokens are computed."""
         skipped, spec = (
             int(self._managers[group].get_num_skipped_tokens(num_tokens)),
             self._specs[group],

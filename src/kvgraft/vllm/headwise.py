@@ -173,8 +173,7 @@ class HeadwisePrefill(VllmPrefill):
         return Projected(index, hidden, query, keys, values, self._slots_of(hidden.where))
 
     def _with_grafts(self, found: Projected, reused: Heads, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [n, Hkv, d] to store: computed ones, or cached ones of reused
-        heads.
+        """Return keys and values [n, Hkv, d] to store, computed or reused.
 
         Reused heads take the cached KV of the tokens in `kept`.
         """
@@ -264,9 +263,7 @@ class HeadwisePrefill(VllmPrefill):
         return output.flatten(1, 2)
 
     def _metadata_of(self, index: int, chunk: PrefillChunk, num_heads: int) -> Any:
-        """Return vLLM's attention metadata of a chunk for `num_heads` KV heads, built once per
-        chunk.
-        """
+        """Return vLLM's metadata of a chunk for `num_heads` KV heads, built once per chunk."""
         # The layer has one attention layer, so its index is the same.
         group = self._host.group_of[index]
         key = group, chunk.rows.start, num_heads

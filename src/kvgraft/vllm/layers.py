@@ -14,9 +14,7 @@ from kvgraft.vllm.recovery_budget import RecoveryBudget
 
 
 def embed(host: ModelHost, token_ids: Tensor) -> Tensor:
-    """Return what enters the first layer for token ids int64 [n]: hidden state and residual, [n,
-    2, D].
-    """
+    """Return hidden states and (zero) residuals [n, 2, D] of token ids int64 [n]."""
     states = host.embed(*upload(host.device, token_ids))
     return torch.stack((states, torch.zeros_like(states)), dim=1)
 

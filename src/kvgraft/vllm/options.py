@@ -149,8 +149,7 @@ class Control:
 
     @classmethod
     def parse(cls, given: Any) -> "Control":
-        """Return a control operation from its fields and `token`, which proves that the API server
-        sent it.
+        """Return a control operation from its fields and the API server's `token`.
 
         Raises:
             ValueError: the token is wrong, the operation does not exist, or the quota is no share.
@@ -230,9 +229,7 @@ def namespace_label(cache_salt: str) -> str:
 
 
 def pin_namespace(cache_salt: str, adapter: str) -> str:
-    """Return the namespace of pinned documents for text read under an adapter; an empty name
-    means none.
-    """
+    """Return the namespace of pins read under an adapter; an empty name means none."""
     return f"lora:{adapter}:{cache_salt}" if adapter else cache_salt
 
 

@@ -113,9 +113,7 @@ class VllmPrefill(PagedPrefill):
         self._grafted.update(layers)
 
     def _align(self, attentions: Sequence[int]) -> None:
-        """Copy grafted keys and values of these attention layers, and rotate the keys to their
-        positions.
-        """
+        """Copy grafted KV of these attention layers, and rotate the keys to their positions."""
         if not self.plan.graft_targets.numel():
             return
 
@@ -357,9 +355,7 @@ class VllmPrefill(PagedPrefill):
 
     @cached_property
     def _graft_slots(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Source slots [g], target slots [groups, g] and shifts [g] of the tokens to copy, int64
-        on the device.
-        """
+        """Source slots [g], target slots [groups, g] and shifts [g], int64 on the device."""
         target = self._slots_of(self.plan.grafted & ~self.plan.in_place)
         source, shifts = upload(target.device, self.plan.graft_sources, self.plan.graft_shifts)
         return source, target, shifts
@@ -368,8 +364,7 @@ class VllmPrefill(PagedPrefill):
     def _pool_rows(
         self, spreading: Spreading, group: int, layout: PoolLayout, rope: Rope
     ) -> SpreadingRows:
-        """Return the rows of a spreading on the device, for layers of one group with equal cache
-        layouts.
+        """Return a spreading's rows on the device, for layers of one group with equal layouts.
 
         Tokens that the group has lost at their source, and tokens that its tables leave out, count
         as unchanged and are not copied.

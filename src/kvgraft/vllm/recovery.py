@@ -321,9 +321,7 @@ class RecoveryQueue:
         return ended
 
     def _clear_failed(self, jobs: list[Job], outcomes: dict[str, RecoveryResult]) -> None:
-        """Zero the blocks of failed jobs, so that leftovers cannot spoil what is computed there
-        next.
-        """
+        """Zero the blocks of failed jobs, since leftovers could spoil what is computed there."""
         for job in jobs:
             if outcomes[job.request_id].failure is not None:
                 self._host.clear(job.own_blocks)

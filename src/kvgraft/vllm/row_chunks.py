@@ -118,9 +118,7 @@ class RowChunks:
         return PrefillChunk(rows, positions, slots, known, runs, num_long, moved_rows)
 
     def _layout(self, chunk: PrefillChunk, group: GroupAttention) -> AttentionLayout | None:
-        """Return the layout of the rows that our kernel computes in a group's layers, or None if
-        there are none.
-        """
+        """Return the layout of the rows that our kernel computes in a group, or None."""
         if group.pool is None or chunk.num_long == len(chunk.runs):
             return None
         prompts, positions = chunk.scattered()

@@ -57,9 +57,7 @@ class KVGraftSettings(SettingFields):
 
     @property
     def store(self) -> StoreOptions | None:
-        """Options of the segment store; None without a store. Raises ValueError for invalid
-        options.
-        """
+        """Options of the segment store, or None. Raises ValueError if they are invalid."""
         sizes = self.store_ram_gib, self.store_disk_gib, self.store_quota
         shared = self.store_shared, self.store_shared_timeout, self.store_shared_gib
         options = StoreOptions(self.store_dir, *sizes, self.store_int8, *shared)

@@ -39,8 +39,7 @@ class KVGraftWorker(PlatformWorker):
             add_given_answers(self.model_runner)
 
     def determine_available_memory(self) -> int:
-        """Return the bytes for the KV cache, without the memory that a recovery of the longest
-        prompt needs.
+        """Return bytes for the KV cache, without those for a recovery of the longest prompt.
 
         A cache size that is set explicitly stays as it is.
         """
@@ -67,8 +66,7 @@ def kv_share(config: Any) -> float:
 
 
 def recovery_bytes(config: Any) -> int:
-    """Return an upper bound in bytes for what a recovery holds in addition to vLLM's own
-    activations.
+    """Return an upper bound of a recovery's bytes in addition to vLLM's own activations.
 
     Numbers per token:
 

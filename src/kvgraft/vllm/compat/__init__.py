@@ -27,9 +27,7 @@ ALLOW_UNTESTED = "kvgraft_allow_untested"
 
 
 def transfer_config(**settings: Any) -> KVTransferConfig:
-    """Return the value of vLLM's `--kv-transfer-config` for these settings (see
-    `KVGraftSettings`).
-    """
+    """Return vLLM's `--kv-transfer-config` with these settings (see `KVGraftSettings`)."""
     return KVTransferConfig(
         kv_connector=CONNECTOR,
         kv_connector_module_path=CONNECTOR_MODULE,

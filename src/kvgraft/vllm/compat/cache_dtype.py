@@ -11,9 +11,7 @@ FP8 = {name: _E5M2.get(name, current_platform.fp8_dtype()) for name in FP8_NAMES
 
 
 def as_codes(stored: Tensor, cache_dtype: str) -> Tensor:
-    """View stored numbers as what they are, without their scale. vLLM declares FP8 bytes as
-    integers.
-    """
+    """View stored numbers in their true dtype. vLLM declares FP8 bytes as integers."""
     return stored.view(FP8[cache_dtype]) if cache_dtype in FP8 else stored
 
 

@@ -1,6 +1,4 @@
-"""vLLM's command line, from where each version has put it, and the configuration that it
-describes.
-"""
+"""vLLM's command line in each version, and the configuration that it describes."""
 
 import os
 from argparse import Namespace

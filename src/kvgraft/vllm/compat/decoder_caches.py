@@ -38,9 +38,7 @@ class DecoderCaches(LayerCaches):
         return self._attentions_of[index]
 
     def read_layer(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a decoder layer in slots int64 [groups, n], each [n, Hkv,
-        d].
-        """
+        """Return keys and values [n, Hkv, d] of a decoder layer in slots int64 [groups, n]."""
         return _joined(
             [self.read(at, slots[self.group_of[at]]) for at in self.attentions_of(index)]
         )
@@ -52,9 +50,7 @@ class DecoderCaches(LayerCaches):
         )
 
     def write_layer(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write keys and values [n, Hkv, d] of a decoder layer to slots int64 [groups, n], as
-        `write` does.
-        """
+        """Write keys and values [n, Hkv, d] of a decoder layer to slots int64 [groups, n]."""
         for given in self._by_attention(index, keys, values, slots):
             self.write(*given)
 

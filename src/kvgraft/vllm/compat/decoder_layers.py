@@ -74,9 +74,7 @@ class DecoderLayer:
         return states, torch.zeros_like(states)
 
     def entering(self, given: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
-        """Return the residual stream [n, D] that enters the layer, from the arguments of its
-        call.
-        """
+        """Return the residual stream [n, D] that enters the layer, from its call's arguments."""
         arguments = self._signature.bind(*given, **named).arguments
         hidden: Tensor = arguments["hidden_states"]
         residual = arguments.get("residual")

@@ -43,8 +43,7 @@ class Drafter:
         )
 
     def inputs_of(self, token_ids: Tensor, where: Tensor) -> Tensor:
-        """Return the token ids int64 [n] that the drafter reads at the places set in `where` bool
-        [T].
+        """Return the token ids int64 [n] that the drafter reads where `where` bool [T] is set.
 
         With hidden states these are the tokens one position further.
         """

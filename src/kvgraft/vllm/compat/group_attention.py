@@ -137,9 +137,7 @@ class RecoveryAttention:
 
     @property
     def max_runs(self) -> int | None:
-        """Maximum number of sequences per backend call where some backend computes all runs,
-        else None.
-        """
+        """Maximum sequences per backend call where a backend computes all runs, else None."""
         takes_all = self.drafts or any(group.pool is None for group in self.groups)
         return self.max_long_runs if takes_all else None
 

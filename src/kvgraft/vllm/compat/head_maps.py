@@ -17,8 +17,7 @@ def works_by_head(config: VllmConfig) -> bool:
 
 
 def find_head_map(config: VllmConfig) -> HeadMap | None:
-    """Return the head map of the server's settings, or one that lies with the weights and fits
-    them.
+    """Return the head map of the settings, or one that lies with the weights and fits them.
 
     Returns:
         None if there is none.

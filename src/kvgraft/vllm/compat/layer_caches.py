@@ -1,6 +1,4 @@
-"""Content of vLLM's KV cache, layer by layer, as numbers of the model's dtype: read, write and
-clear.
-"""
+"""Content of vLLM's KV cache by layer, as numbers of the model's dtype."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -139,9 +137,7 @@ class LayerCaches:
         self._update(index, *self._as_written(index, keys, values), slots)
 
     def read_again(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values in these slots, each [n, Hkv, d], for `store` to store bit for
-        bit.
-        """
+        """Return keys and values [n, Hkv, d] in these slots, for `store` to store bit for bit."""
         return self._as_written(index, *self.read_codes(index, slots))
 
     def store(self, index: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -181,9 +177,7 @@ class LayerCaches:
         )
 
     def note_written(self, index: int, slots: Callable[[], Tensor]) -> None:
-        """Report slots int64 [n] that a kernel has written without the attention, if a flow
-        decodes here.
-        """
+        """Tell the flow of this layer, if any, which slots int64 [n] a kernel has written."""
         note = getattr(self.attentions[index].impl, "note_written", None)
         if note is not None:
             note(self.attentions[index].kv_cache, slots())

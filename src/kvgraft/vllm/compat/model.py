@@ -147,9 +147,7 @@ class ModelHost(DecoderCaches):
         )
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return logits float32 [n, V] for the output of the final norm [n, D], gathered on
-        every rank.
-        """
+        """Return logits float32 [n, V] of final states [n, D], gathered on every rank."""
         return self._by_parts(self._model.compute_logits, states).float()
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -157,9 +155,7 @@ class ModelHost(DecoderCaches):
         return self._by_parts(partial(embed, self._model), token_ids)
 
     def _by_parts(self, compute: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-        """Apply `compute` to parts with at most `max_rows` rows, since adapters can be mapped
-        for no more.
-        """
+        """Apply `compute` to parts of `max_rows` rows: adapters can be mapped for no more."""
         computed = []
         for part in rows.split(self.max_rows):
             self.adapters.map_rows(len(part))
@@ -277,9 +273,7 @@ class ModelHost(DecoderCaches):
     def project(
         self, index: int, slots: Tensor, positions: Tensor, hidden: Tensor, residual: Tensor | None
     ) -> Tensor:
-        """Run the first step of a layer: write its KV to slots, and return the queries [n, Hq,
-        d].
-        """
+        """Run the first step of a layer: write its KV to slots, return queries [n, Hq, d]."""
         query, key, value = self.heads_of(index, slots, positions, hidden, residual)
         self.store_layer(index, key, value, slots)
         return query
@@ -287,9 +281,7 @@ class ModelHost(DecoderCaches):
     def heads_of(
         self, index: int, slots: Tensor, positions: Tensor, hidden: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [n, Hq, d], keys and values [n, Hkv, d] of a layer, without writing
-        any.
-        """
+        """Return queries [n, Hq, d], keys and values [n, Hkv, d] of a layer; write nothing."""
         seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
         def stop(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -327,9 +319,7 @@ class ModelHost(DecoderCaches):
         )
 
     def attend_heads(self, index: int, heads: slice, query: Tensor, metadata: Any) -> Tensor:
-        """Return the stock attention [n, Hq, d] of some KV heads' queries [n, Hq, d] to their
-        cache.
-        """
+        """Return stock attention [n, Hq, d] of some KV heads' queries [n, Hq, d]."""
         return head_attention.attend(self.attentions[index], heads, query, metadata)
 
     def feed_forward(
@@ -377,8 +367,7 @@ class ModelHost(DecoderCaches):
         return None
 
     def pool_layout(self, index: int) -> tuple[PoolLayout, Rope] | None:
-        """Return layout and rotary frequencies of a layer's cache, as `kv_changes` and
-        `copy_changed` take them.
+        """Return layout and rotary frequencies of a layer's cache, for kernels that write in it.
 
         Returns:
             None unless the cache is rows of the model's numbers and all channels rotate in halves.
@@ -408,15 +397,11 @@ class ModelHost(DecoderCaches):
         return lambda index, keys: rotations[index].turn(keys, angles[rotations[index]])
 
     def clear_drafts(self, blocks: Tensor) -> None:
-        """Zero whole blocks int64 [b] of the draft model, which must not see leftovers of other
-        requests.
-        """
+        """Zero whole blocks int64 [b] of the draft model, since they hold others' leftovers."""
         self._clear([self.attentions[at] for at in self.draft_attentions], blocks)
 
     def _check_turning(self) -> None:
-        """Check the rotation: compute keys at two places, and rotate those of the first to the
-        second.
-        """
+        """Check the rotation: compute keys at two places, rotate the first and compare."""
         generator, count = torch.Generator().manual_seed(0), 8
         last = self.config.model_config.max_model_len - count
         tokens = torch.randint(
@@ -444,9 +429,7 @@ class ModelHost(DecoderCaches):
         return seen[0].float()
 
     def _parts(self, index: int, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the arguments of an attention layer by head: queries [n, Hq, d], keys and
-        values [n, Hkv, d].
-        """
+        """Return an attention layer's arguments as [n, Hq, d] and twice [n, Hkv, d]."""
         if self.is_latent:
             return latent.parts(self.layers[index].attention, *given[:3])
         query, key, value = (rows.view(rows.shape[0], -1, self.head_dim) for rows in given[:3])
@@ -502,9 +485,7 @@ class ModelHost(DecoderCaches):
         return self.attentions[at]
 
     def _stores_apart(self, index: int) -> bool:
-        """Return True if a layer stores keys and values in its one cache before its backend is
-        called.
-        """
+        """Return True if a layer stores KV in its one cache before its backend is called."""
         first, *others = (self.attentions[at] for at in self.attentions_of(index))
         return not (others or self.is_latent or first.attn_backend.forward_includes_kv_cache_update)
 

@@ -20,8 +20,7 @@ from vllm.platforms import current_platform
 
 
 def takes_any_rows(config: VllmConfig) -> bool:
-    """Return True if vLLM's compiled model takes any number of token ids and calls attention
-    unchanged.
+    """Return True if the compiled model takes any number of token ids and plain attention.
 
     It does not if rows must be a multiple of the ranks (sequence parallelism), if embeddings
     replace token ids, or if the attention also quantises its output.
@@ -37,8 +36,7 @@ def takes_any_rows(config: VllmConfig) -> bool:
 
 
 class FusedOperators:
-    """Operators of some modules that vLLM would run as fused kernels if the model were not
-    compiled.
+    """Operators that vLLM would run as fused kernels if the model were not compiled.
 
     Operators that `custom_ops` disables, as in "-rms_norm", stay as they are.
 
@@ -93,9 +91,7 @@ class FusedOperators:
 
 
 def _kernel_of(operator: CustomOp) -> Callable[..., Any] | None:
-    """Return the fused kernel of an operator that runs natively, or None if the platform has
-    none.
-    """
+    """Return the fused kernel of an operator that runs natively, or None."""
     running = operator._forward_method
     # Some native operators are compiled on their own.
     if getattr(running, "_torchdynamo_orig_callable", running) != operator.forward_native:

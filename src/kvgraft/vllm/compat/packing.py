@@ -41,8 +41,7 @@ def _unpacked(half: Tensor, order: Tensor, size: int, head_dim: int) -> Tensor:
 def _orders(
     size: int, head_dim: int, isa: str, dtype: torch.dtype, cache_dtype: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the places of elements (token, dim) in a packed block, for keys and values: int64 [N *
-    d].
+    """Return the places of elements (token, dim) in a packed block, int64 [N * d] twice.
 
     They are found by writing numbered keys and values, digit by digit.
     """

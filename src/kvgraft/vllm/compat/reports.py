@@ -29,8 +29,7 @@ def stop_sending(request: Any) -> None:
 
 
 class StoppedReports:
-    """Front end's side: keeps reports that were sent ahead and adds them to the answer's last
-    output.
+    """Front end's side: adds reports that were sent ahead to the answer's last output.
 
     With several answers to one prompt (`n`), the engine computes each as a request. All of them
     carry the report of the first. vLLM passes on the report of the answer that ends last, which may

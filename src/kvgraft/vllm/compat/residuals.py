@@ -58,9 +58,7 @@ class ResidualStreams:
         return tuple(self.states)
 
     def read(self, layer: int, slots: Tensor) -> Tensor:
-        """Return what entered a layer in slots int64 [n], as hidden state and residual: [n, 2,
-        D].
-        """
+        """Return what entered a layer in slots int64 [n]: hidden state and residual [n, 2, D]."""
         states = self.states[layer][slots]
         return torch.stack((states, torch.zeros_like(states)), dim=1)
 

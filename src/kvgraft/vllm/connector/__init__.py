@@ -114,9 +114,7 @@ class KVGraftConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker_side
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Update prompts in the model runner. vLLM calls this before the runner reads the step's
-        schedule.
-        """
+        """Update prompts before the model runner reads the step's schedule."""
         self.worker_side.learn_prompts(_ours(kv_connector_metadata))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -95,9 +95,7 @@ class RefreshControls:
         return text
 
     def _count(self, state: RequestState) -> dict[str, Any]:
-        """Count the computed tokens of a text against the budget, and report the text if it is
-        complete.
-        """
+        """Count the computed tokens of a text, and report the text if it is complete."""
         request, unfinished = state.request, self._unfinished
         if not state.admitted:
             return {}

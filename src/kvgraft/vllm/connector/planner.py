@@ -56,8 +56,7 @@ class Planner:
         self.cost_model = CostModel(settings.given_costs or TOKENS, settings.exactness_weight)
 
     def plan(self, state: RequestState, num_prefix: int) -> tuple[str | None, Candidate | None]:
-        """Return a plan that the cost model expects to be worth it, or the reason why there is
-        none.
+        """Return a plan that is expected to be worth it, or the reason why there is none.
 
         Args:
             num_prefix: tokens that vLLM already has as an exact prefix.
@@ -109,8 +108,7 @@ class Planner:
         return self._match(state, tokens, free)
 
     def make_room(self, state: RequestState, num_blocks: int, spare: Container[int]) -> None:
-        """Shed pinned blocks of the request's namespace if `num_blocks` more would pass the
-        watermark.
+        """Shed the namespace's pinned blocks if `num_blocks` more would pass the watermark.
 
         Args:
             spare: blocks that stay pinned.
@@ -127,8 +125,7 @@ class Planner:
         self.groups.release(candidate.reserved)
 
     def offer(self, state: RequestState, blocks: list[int], num_tokens: int) -> None:
-        """Register the full blocks of the first `num_tokens` tokens, as far as vLLM has hashed
-        them.
+        """Register the full blocks of the first `num_tokens` tokens that vLLM has hashed.
 
         Blocks that hold or follow grafts are registered with their depth. Trials register nothing.
         """
@@ -181,9 +178,7 @@ class Planner:
     def _choose(
         self, state: RequestState, matches: list[Match], num_tokens: int, num_prefix: int
     ) -> tuple[list[Match], str | None]:
-        """Return the matches that are worth grafting, or the reason why none is; report the
-        estimate.
-        """
+        """Return the matches that are worth grafting, or the reason why none is."""
         approximate, report = state.continued is not None, state.report
         chosen, estimate = self.cost_model.choose(
             matches, num_tokens, num_prefix, state.policy_name, approximate=approximate

@@ -72,9 +72,7 @@ class HashMasking:
         self._rename(state.request.block_hashes, 0)
 
     def go_on(self, state: RequestState, continued: Continued[Any]) -> None:
-        """Let vLLM find the blocks of an approximate prefix as the prompt's own, and mask those
-        behind it.
-        """
+        """Let vLLM find an approximate prefix as the prompt's own; mask the blocks behind it."""
         hashes, first, stop = (
             state.request.block_hashes,
             continued.first_block,
@@ -182,9 +180,7 @@ class Continuing:
             self._masking.undo(state)
 
     def remember(self, state: RequestState, blocks: list[int], num_tokens: int) -> None:
-        """Let other requests continue with the approximate blocks of the first `num_tokens`
-        tokens.
-        """
+        """Let others continue with the approximate blocks of the first `num_tokens` tokens."""
         size, hashes = self._pool.block_size, state.request.block_hashes
         first, stop = (
             state.offer.first_approximate // size,
@@ -205,9 +201,7 @@ class Continuing:
         state.num_continuable = first + num_added
 
     def leave(self, state: RequestState, blocks: list[int]) -> None:
-        """Record the blocks of an ending request that only continuations of its prompt will
-        want.
-        """
+        """Record the blocks of an ending request that only its continuations will want."""
         # A request that was preempted and not resumed has fewer blocks than before.
         if stop := min(state.num_continuable, len(blocks)):
             depths = state.offer.depths(stop, self._pool.block_size)
@@ -219,9 +213,7 @@ class Continuing:
         self._copies = GraftedBlockRetention(self._pool)
 
     def _chains(self, state: RequestState, count: int) -> list[bytes]:
-        """Return keys of the first `count` blocks, each a hash of all tokens up to the block's
-        end.
-        """
+        """Return a key for each of the first `count` blocks: a hash of all tokens up to its end."""
         size = self._pool.block_size
         return state.offer.chains(state.token_ids[: count * size], size)
 

@@ -34,9 +34,7 @@ class Recoveries:
         self._cancelled: set[str] = set()
 
     def rewrites(self, pages: Collection[int]) -> bool:
-        """Return True if one of these pages is being recovered in place, so that other requests
-        must wait.
-        """
+        """Return True if a page is being recovered in place, so that other requests must wait."""
         return not self._rewritten.isdisjoint(pages)
 
     def start(

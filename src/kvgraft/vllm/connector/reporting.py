@@ -30,8 +30,7 @@ class Reporting:
         self.documents = (0, 0)
 
     def admitted(self, state: RequestState, candidate: Candidate | None) -> None:
-        """Fill the report of an admitted request, and count the request if this is its first
-        admission.
+        """Fill the report of an admitted request, and count its first admission.
 
         Args:
             candidate: plan of a recovery that has succeeded; None for a request without grafts.
@@ -235,9 +234,7 @@ class StopStringReports:
             self._due[state.id] = state, state.request.num_output_tokens
 
     def send(self, num_scheduled: Mapping[str, int], blocks_of: Callable[[str], list[int]]) -> None:
-        """Attach reports to the requests whose prompt this step completes, since they output a
-        token now.
-        """
+        """Attach reports to requests whose prompt this step completes: they output a token now."""
         for state, _ in self._due.values():
             request = state.request
             computed = request.num_computed_tokens + num_scheduled.get(state.id, 0)

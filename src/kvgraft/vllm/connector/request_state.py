@@ -146,9 +146,7 @@ class RequestState:
 
     @property
     def has_known_weights(self) -> bool:
-        """True if the weights are identified, so that requests with the same scope have the same
-        KV.
-        """
+        """True if the weights are identified, so equal scopes mean equal KV."""
         return self.adapter is None or bool(self.adapter.digest)
 
     @property

@@ -110,9 +110,7 @@ class SchedulerSide:
         )
 
     def bind(self, kv_cache_manager: Any) -> None:
-        """Create everything that needs vLLM's KV cache manager. vLLM calls this once, before any
-        request.
-        """
+        """Create what needs vLLM's KV cache manager. vLLM calls this once, before any request."""
         self._manager = kv_cache_manager
         share = self._pinned_share(kv_cache_manager.block_pool.num_gpu_blocks - 1)
         capacity = min(self.settings.pin_capacity, share)
@@ -172,15 +170,11 @@ class SchedulerSide:
             self._continuing.inject_approximate_prefix(state)
 
     def _first_hidden(self, request: Any) -> int:
-        """Return the number of the request's first block that no other request may find by its
-        hash.
-        """
+        """Return the number of the request's first masked block."""
         return self._masking.first_block(self._requests[request.request_id])
 
     def _pinned_share(self, num_blocks: int) -> float:
-        """Return the largest share of the pool that can be pinned and still fit the longest
-        request.
-        """
+        """Return the largest share of the pool to pin that leaves room for the longest request."""
         return max(num_blocks - self._longest, 1) / num_blocks
 
     def on_new_request(self, request: Any) -> None:
@@ -304,9 +298,7 @@ class SchedulerSide:
         state.offer.restart()
 
     def end_of_schedule(self, output: SchedulerOutput) -> Metadata:
-        """Return the step's message to the workers, and unpin the sources of requests not
-        admitted.
-        """
+        """Return the step's message to the workers; unpin sources of requests not admitted."""
         for candidate in self._tentative.values():
             self.known.release(candidate)
 
@@ -391,9 +383,7 @@ class SchedulerSide:
         return state.report.as_params()
 
     def take_stats(self) -> Stats | None:
-        """Return the metrics since the last call. vLLM asks in every step, after it has made its
-        outputs.
-        """
+        """Return the metrics since the last call; vLLM asks after each step's outputs."""
         self._early_reports.end_of_step()
         return self.reporting.take(self.known)
 
@@ -422,8 +412,7 @@ class SchedulerSide:
         return reason, None
 
     def _pin(self, state: RequestState, candidate: Candidate, num_missing: int) -> bool:
-        """Pin the sources of a plan; return False if they and the new blocks can never fit
-        together.
+        """Pin the sources of a plan; return False if they and the new blocks can never fit.
 
         A request that keeps a part of documents has no sources. If it was preempted, the part has
         fitted before, so the request waits for that room again.
@@ -450,9 +439,7 @@ class SchedulerSide:
         return False
 
     def _reserve(self, state: RequestState, candidate: Candidate, num_prefix: int) -> bool:
-        """Reserve the pages that a recovery needs in groups with windows; return False if it
-        must wait.
-        """
+        """Reserve pages in groups with windows for a recovery; return False if it must wait."""
         groups, num_tokens = self.known.groups, state.request.num_tokens
         if groups.others and groups.num_pages(num_prefix, num_tokens) > self.known.pool.num_free:
             return False
@@ -474,9 +461,7 @@ class SchedulerSide:
         )
 
     def _offer_running(self) -> None:
-        """Register what running requests have computed of their prompts, once per scheduling
-        step.
-        """
+        """Register what running requests have computed of their prompts, once per step."""
         if self._offered:
             return
         self._offered = True
@@ -491,9 +476,7 @@ class SchedulerSide:
     def _offer(
         self, state: RequestState, blocks: list[int], num_computed: int, *, ended: bool = False
     ) -> None:
-        """Register a request's first `num_computed` tokens for grafting, for continuation and in
-        the store.
-        """
+        """Register a request's first `num_computed` tokens for reuse and in the store."""
         if not state.has_known_weights:
             return
         num_computed = min(num_computed, state.request.num_tokens)

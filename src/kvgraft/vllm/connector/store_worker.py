@@ -98,9 +98,7 @@ class StoreWorker:
             self._reported.records.append(record)
 
     def _read(self, blocks: Sequence[int]) -> dict[str, Tensor]:
-        """Return the content of blocks on this rank, by name: tensors [streams, n, d] in host
-        memory.
-        """
+        """Return the content of blocks on this rank in host memory, [streams, n, d] by name."""
         host = self._host
         slots = slots_of(blocks, host.block_size).to(host.device)
         layers = [host.read_codes(index, slots) for index in range(host.num_layers)]

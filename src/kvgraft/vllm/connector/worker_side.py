@@ -103,9 +103,7 @@ class WorkerSide:
         )
 
     def take_worker_metadata(self) -> WorkerMetadata | None:
-        """Return outcomes of the requests of the last `take_results`, and all other news for the
-        scheduler.
-        """
+        """Return outcomes of the last `take_results`, and other news for the scheduler."""
         outcomes, self._reported = self._reported, {}
         store = self._store.take_report() if self._store is not None else None
         documents = self._take_documents()

@@ -67,8 +67,7 @@ class LocalMetadata:
 
     @memoised
     def layout(self, stride: int) -> AttentionLayout:
-        """Return the queries and the rows that they read, for blocks that begin every `stride`
-        rows.
+        """Return the queries and the rows that they read; a block begins every `stride` rows.
 
         Blocks that a table no longer holds are not read.
         """

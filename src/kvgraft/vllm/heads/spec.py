@@ -22,9 +22,7 @@ class SinkWindowSpec(SlidingWindowSpec):
         return -(-self.sinks // self.block_size)
 
     def left_out(self, num_skipped_tokens: int) -> range:
-        """Return the blocks that a request leaves out when its window skips `num_skipped_tokens`
-        tokens.
-        """
+        """Return the blocks left out when a window skips `num_skipped_tokens` tokens."""
         stop = num_skipped_tokens // self.block_size
         return range(min(self.sink_blocks, stop), stop)
 
@@ -124,9 +122,7 @@ class SinkWindowManager(SlidingWindowManager):
         self, request_id: str, new_computed_blocks: Sequence[Any], num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:  # fmt: skip
-        """Add the blocks of a hit as the window does, then restore the sink blocks that it
-        replaces by null.
-        """
+        """Add the blocks of a hit as the window does, and restore the sinks that it drops."""
         computed = num_local_computed_tokens + num_external_computed_tokens
         sinks = self._skipped_sinks(new_computed_blocks, computed)
         self.block_pool.touch(sinks)
@@ -140,9 +136,7 @@ class SinkWindowManager(SlidingWindowManager):
         *args: Any,
         **kwargs: Any,
     ) -> None:  # fmt: skip
-        """Allocate blocks as the window does, and also blocks for the sinks that a connector
-        brings.
-        """
+        """Allocate blocks as the window does, and blocks for sinks that a connector brings."""
         super().allocate_external_computed_blocks(
             request_id, num_local_computed_tokens, num_external_computed_tokens, *args, **kwargs
         )

@@ -1,5 +1,4 @@
-"""Attention backends of vLLM with a flow: in decode steps each KV head reads its own choice of
-blocks.
+"""Attention backends of vLLM with a flow: each KV head decodes over its own blocks.
 
 The page of one KV head counts as a page. Each KV head of each request is a sequence with its own
 block table. Prompts, short requests and skipped layers use the unchanged backend of vLLM.
@@ -27,9 +26,7 @@ NO_WINDOW = (None, -1, (-1, -1))
 
 
 def __getattr__(name: str) -> type:
-    """Return the backend with this name in vLLM's registry, for example `FLASH_ATTN`, with a
-    flow.
-    """
+    """Return vLLM's backend with this name, for example `FLASH_ATTN`, with a flow."""
     if name not in BACKENDS:
         raise AttributeError(
             f"no attention backend {name!r} can follow flows: {', '.join(BACKENDS)}"
@@ -77,9 +74,7 @@ class SparseImpl:
     def do_kv_cache_update(
         self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write key and value [n, Hkv, d] to their slots as vLLM does, and mark their blocks as
-        changed.
-        """
+        """Write key and value [n, Hkv, d] as vLLM does, and mark their blocks as changed."""
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
         self.note_written(kv_cache, slot_mapping)
 
@@ -94,9 +89,7 @@ class SparseImpl:
         output: Tensor, output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attend as in vLLM, sparsely where the step's metadata says so; query and output are
-        [n, Hq, d].
-        """
+        """Attend as in vLLM, or sparsely by the metadata; query and output are [n, Hq, d]."""
         stock: Any = super()
         sparse: SparseMetadata | None = getattr(attn_metadata, "kvgraft_sparse", None)
         program = self._program
@@ -126,9 +119,7 @@ class SparseImpl:
         return output
 
     def _of(self, kv_cache: Tensor, program: Program) -> "FlowLayerCaches":
-        """Return the flow's caches for this KV cache; new ones if it is another cache than
-        before.
-        """
+        """Return the flow's caches for this KV cache, new ones if the cache is new."""
         if self._caches is None or self._caches.kv_cache is not kv_cache:
             self._caches = FlowLayerCaches(program, kv_cache, self.layout)
         return self._caches

@@ -45,8 +45,7 @@ def _program(named: str, block_size: int, head_dim: int, group: int) -> Program 
 
 
 def install(config: VllmConfig) -> None:
-    """Let models that this process loads from now on attend as the flow says, if the server has
-    one.
+    """Let models that this process loads from now on follow the server's flow, if any.
 
     Raises:
         UnsupportedConfiguration: the message names every reason.
