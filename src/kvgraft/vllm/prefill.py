@@ -304,7 +304,6 @@ class VllmPrefill(PagedPrefill):
         The step's budget must cover the pass. With spreading there must be a single chunk, because
         a layer needs the KV of all chunks before it spreads changes.
         """
-
         every = list(range(self.num_layers))
         if not (self._host.runs_as_one and layers and layers in (every, every[1:])):
             return False
