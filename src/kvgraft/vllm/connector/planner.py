@@ -162,8 +162,10 @@ class Planner:
         return True
 
     def _match(self, state: RequestState, tokens: np.ndarray, free: np.ndarray) -> list[Match]:
-        """What a request may graft: only what local heads have, too, unless its policy computes
-        what these lack."""
+        """Return the known segments that a request may graft.
+
+        Sources must be complete in groups of local heads, unless the policy computes those heads.
+        """
         query = self.index.query(
             tokens,
             (state.offer.scope, *state.shared),
