@@ -1,4 +1,4 @@
-"""The files of a model directory: JSON, safetensors headers, and a fingerprint of the whole
+"""Files of a model directory: JSON, safetensors headers, and a fingerprint of the whole
 checkpoint."""
 
 import hashlib
@@ -24,13 +24,13 @@ class _StoredTensor(msgspec.Struct):
 
 
 class UnsupportedModel(ValueError):
-    """The model directory is readable, but this engine would not compute the same function as its
-    authors."""
+    """The model directory is readable, but this engine would not compute the function that its
+    authors published."""
 
 
 def weight_files(model_dir: Path) -> tuple[Path, ...]:
-    """The safetensors files of the checkpoint: `model.safetensors`, or the shards that its index
-    names.
+    """Return the safetensors files of the checkpoint: `model.safetensors`, or the shards that its
+    index names.
 
     Raises:
         FileNotFoundError: there is neither, or a shard is missing.
@@ -50,10 +50,13 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
 
 
 def read_json(path: Path, kind: type[_T]) -> _T:
-    """What a file of a model directory holds.
+    """Decode a JSON file of a model directory.
+
+    Args:
+        kind: msgspec type that the file must have.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the file does not exist.
         UnsupportedModel: it holds something else.
     """
     if not path.is_file():
@@ -65,8 +68,10 @@ def read_json(path: Path, kind: type[_T]) -> _T:
 
 
 def _read_header(path: Path) -> tuple[bytes, dict[str, _StoredTensor]]:
-    """The header of a safetensors file (an 8-byte little-endian length, then that many bytes of
-    JSON), and decoded."""
+    """Return the header of a safetensors file as bytes and decoded.
+
+    The file begins with an 8-byte little-endian length and that number of bytes of JSON.
+    """
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = file.read(min(size, _MAX_HEADER_BYTES))
@@ -81,8 +86,8 @@ def _read_header(path: Path) -> tuple[bytes, dict[str, _StoredTensor]]:
 
 
 def stored_dtype(files: tuple[Path, ...]) -> torch.dtype:
-    """The dtype of a checkpoint's weights; UnsupportedModel if the native engine does not compute
-    in it."""
+    """Return the dtype of a checkpoint's weights; UnsupportedModel if the native engine does not
+    compute in it."""
     dtypes = {tensor.dtype for path in files for tensor in _read_header(path)[1].values()}
     if not dtypes or not dtypes <= _STORED_DTYPES.keys():
         raise UnsupportedModel(
@@ -92,15 +97,15 @@ def stored_dtype(files: tuple[Path, ...]) -> torch.dtype:
 
 
 def identify(model_dir: str | Path) -> str:
-    """Hexadecimal SHA-256 over config.json and every weight file's name, size, header and a sample
-    per tensor, whatever the weights are: whoever computes with them.
+    """Return the fingerprint of a checkpoint, in hexadecimal, for any host and dtype.
 
-    The samples tell two checkpoints of one shape apart (a model and its fine-tune) without reading
-    them whole.
+    It is a SHA-256 over config.json and, for every weight file, its name, size, header and a sample
+    of each tensor. The samples distinguish two checkpoints of one shape (a model and its fine-tune)
+    without reading them whole.
 
     Raises:
         FileNotFoundError: the directory, its config.json or its safetensors files are missing.
-        UnsupportedModel: a file is none of safetensors.
+        UnsupportedModel: a file is no safetensors file.
     """
     model_dir = Path(model_dir)
     if not (model_dir / "config.json").is_file():

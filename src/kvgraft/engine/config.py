@@ -1,5 +1,5 @@
-"""What a model directory holds, read once and refused early when the engine could not run it
-exactly."""
+"""Configuration of a model directory, read once. Models that the engine cannot compute exactly are
+refused here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ _SIZES = (
 
 
 class _RawConfig(msgspec.Struct):
-    """What is read of config.json before transformers may see it."""
+    """Fields of config.json that are checked before transformers reads the file."""
 
     architectures: tuple[str, ...] | None = None
     model_type: str | None = None
@@ -59,15 +59,15 @@ class LatentAttention:
     """Sizes of multi-head latent attention (MLA; DeepSeek-V2, section 2.1).
 
     Attributes:
-        rank: of the latent, from which all heads get their keys and values.
-        query_rank: of the queries' own latent; None if they have none.
-        nope_dim, rope_dim: of a query head, the channels that know no position, and those that turn
-            with it.
-        value_dim: of a head.
-        logit_factor: by which the attention logits grow with the context that YaRN added
+        rank: size of the latent, from which all heads get their keys and values.
+        query_rank: size of the queries' own latent; None if they have none.
+        nope_dim, rope_dim: channels of a query head without position, and channels that RoPE
+            rotates.
+        value_dim: channels of a head's value.
+        logit_factor: factor of the attention logits for the context that YaRN added
             (`mscale_all_dim`).
-        interleaved: whether channel 2i of `rope_dim` turns with 2i + 1, not i with the one in the
-            other half.
+        interleaved: whether RoPE rotates channel 2i of `rope_dim` with 2i + 1; otherwise i is
+            rotated with its partner in the other half.
     """
 
     rank: int
@@ -86,19 +86,19 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of the Llama family, maybe with experts (Qwen3-MoE), or one with latent attention
-    (DeepSeek) and none.
+    """A decoder of the Llama family, with or without experts (Qwen3-MoE), or one with latent
+    attention (DeepSeek) and no experts.
 
     Attributes:
-        num_kv_heads, head_dim: of what the KV cache holds; with latent attention one head of `rank
-            + rope_dim`.
+        num_kv_heads, head_dim: shape of the KV cache. Latent attention has one head of `rank +
+            rope_dim`.
         latent: None with grouped-query attention.
-        intermediate_size: of the FFNs that are no experts.
+        intermediate_size: size of the FFNs that are no experts.
         experts: None if no layer has any.
         max_position: number of positions the model was made for.
-        qk_norm: RMSNorm over each query and key head before rotation (Qwen3).
+        qk_norm: whether RMSNorm is applied to each query and key head before rotation (Qwen3).
         qkv_bias, out_bias, mlp_bias: whether those linear layers have biases.
-        eos_token_ids: the ids that end a generation, of config.json and generation_config.json
+        eos_token_ids: ids that end a generation, from config.json and generation_config.json
             together.
         dtype: as stored in the checkpoint.
         identity: hexadecimal SHA-256 fingerprint of the checkpoint; part of every cache key.
@@ -129,19 +129,20 @@ class ModelConfig:
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def attention_scale(self) -> float:
-        """Of the attention logits."""
+        """Factor of the attention logits."""
         if self.latent is not None:
             return self.latent.query_dim**-0.5 * self.latent.logit_factor
         return float(self.head_dim) ** -0.5
 
     @property
     def project_flops(self) -> int:
-        """Floating-point operations to get one token's queries, keys and values in one layer."""
+        """Floating-point operations that compute queries, keys and values of one token in one
+        layer."""
         if self.latent is not None:
             width, queries = self.latent.query_rank, self.num_heads * self.latent.query_dim
             of_queries = (
@@ -155,7 +156,7 @@ class ModelConfig:
 
     @property
     def output_flops(self) -> int:
-        """Those to project one token's attention output in one layer."""
+        """Floating-point operations that project one token's attention output in one layer."""
         if self.latent is not None:
             return (
                 2 * self.num_heads * self.latent.value_dim * (self.latent.rank + self.hidden_size)
@@ -164,12 +165,13 @@ class ModelConfig:
 
     @property
     def attention_flops(self) -> int:
-        """Those of one query's attention to one key in one layer, both products."""
+        """Floating-point operations of both attention products for one query and one key in one
+        layer."""
         return 4 * self.num_heads * self.head_dim
 
     def ffn_flops(self, layer: int) -> int:
-        """Those of one token's FFN in a layer; of experts, of those that it goes through and of the
-        router."""
+        """Floating-point operations of one token's FFN in a layer. With experts: of the router and
+        the active experts."""
         if self.experts is not None and layer in self.experts.layers:
             return self.hidden_size * (
                 6 * self.experts.active * self.experts.inner_size + 2 * self.experts.count
@@ -242,7 +244,7 @@ def _supported_architecture(raw: _RawConfig) -> str:
 
 
 def _with_defaults(model_dir: Path) -> Any:
-    """The transformers config: defaults filled in, old spellings made new."""
+    """Load the transformers config, with defaults filled in and old spellings replaced."""
     try:
         return AutoConfig.from_pretrained(
             str(model_dir), trust_remote_code=False, local_files_only=True
@@ -254,8 +256,8 @@ def _with_defaults(model_dir: Path) -> Any:
 
 
 def _refuse_inexact(hf: Any, architecture: str) -> None:
-    """Refuse what the decoder does not compute, on the config with transformers' defaults filled
-    in."""
+    """Raise UnsupportedModel for settings that the decoder does not compute. The config must have
+    its defaults filled in."""
     if hf.hidden_act != "silu":
         raise UnsupportedModel(f"activation {hf.hidden_act!r} is not supported: silu is")
     for name in _SIZES:
@@ -281,8 +283,8 @@ def _refuse_inexact(hf: Any, architecture: str) -> None:
 
 
 def _latent(hf: Any) -> LatentAttention:
-    """Sizes of a DeepSeek model, if it has no experts and nothing else that the decoder does not
-    compute."""
+    """Return the sizes of a DeepSeek model; UnsupportedModel if it has experts or settings that the
+    decoder does not compute."""
     if hf.first_k_dense_replace < hf.num_hidden_layers:
         raise UnsupportedModel(
             "layers of experts are not supported: first_k_dense_replace "

@@ -1,4 +1,4 @@
-"""How long the native engine takes for what the cost model weighs."""
+"""Measured times of the native engine, for the cost model."""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,8 @@ def make_cost_model(
     cache: KVCache,
     max_length: int,
 ) -> CostModel | None:
-    """As the arguments of `Engine` say; the cache must be empty."""
+    """Make the cost model for the arguments of `Engine`; None without costs. The cache must be
+    empty."""
     if costs is None:
         return None
     return CostModel(
@@ -30,7 +31,8 @@ def make_cost_model(
 
 @torch.inference_mode()
 def measure_costs(decoder: Decoder, cache: KVCache, max_length: int) -> Costs:
-    """Measured in the first pages of an empty cache, on prompts of max_length tokens at most."""
+    """Measure prefill in the first pages of an empty cache, on prompts of max_length tokens at
+    most."""
     lists, length = cache.layout.num_lists, min(max_length, cache.keys.shape[1])
 
     def context(plan: Plan) -> NativePrefill:

@@ -1,8 +1,9 @@
 """A Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE or DeepSeek decoder over rows of hidden states.
 
-It owns neither attention nor the KV cache: a layer is `project`, then the caller's attention, then
-`after_attention`. The rows of a call are independent, so they may belong to any tokens of any
-requests."""
+The decoder contains neither attention nor the KV cache. A layer is `project`, then the caller's
+attention, then `after_attention`. The rows of a call are independent, so they may belong to any
+tokens of any requests.
+"""
 
 from pathlib import Path
 
@@ -19,8 +20,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load_decoder(model_dir: str | Path, dtype: str | None, device: str) -> "Decoder":
-    """As `Decoder.from_pretrained`, with a dtype by its name; ValueError also for what is no dtype
-    or device here."""
+    """Load a decoder by the names of its dtype and device.
+
+    Raises:
+        ValueError: the dtype or device does not exist here, or as `Decoder.from_pretrained`.
+    """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     check_device(device)
@@ -36,7 +40,7 @@ def check_device(name: str) -> None:
 
 
 class Decoder:
-    """The linear algebra of a model. Hidden states, queries, keys and values have the dtype of the
+    """Linear algebra of a model. Hidden states, queries, keys and values have the dtype of the
     weights."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
@@ -74,9 +78,13 @@ class Decoder:
         """Hidden states [n, D] that enter `layer` -> rotated queries [n, Hq, d] and keys, and
         values [n, Hkv, d].
 
-        cos, sin: float32 [n, d / 2], `config.rope.fresh_table(positions)`; the same for every
-        layer. The results are views of shared storage whose rows are strided. With latent attention
-        the values are the keys."""
+        The results are views of shared storage whose rows are strided. With latent attention the
+        values are the keys.
+
+        Args:
+            cos, sin: float32 [n, d / 2], `config.rope.fresh_table(positions)`; the same for every
+                layer.
+        """
         config, weights, qk_norm = self.config, self.weights.layers[layer], self._qk_norms[layer]
         normed = self._norm(hidden, weights.input_norm)
         if config.latent is not None:
@@ -89,8 +97,8 @@ class Decoder:
         return q, k, v
 
     def after_attention(self, layer: int, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Hidden states [n, D] that entered `layer` and its attention [n, Hq d] -> those that leave
-        it [n, D]."""
+        """Hidden states [n, D] that entered `layer` and its attention [n, Hq d] -> hidden states
+        [n, D] that leave it."""
         output, weight = self._output(layer, attended), self.weights.layers[layer].post_norm
         after, normed = add_norm(output, hidden, weight, self.config.norm_eps)
         return self._mlp(layer, normed).add_(after)
@@ -100,7 +108,7 @@ class Decoder:
         return self._output(layer, attended).add_(hidden)
 
     def feed_forward(self, layer: int, hidden: Tensor) -> Tensor:
-        """The second half of `after_attention`, of hidden states [n, D] that enter the FFN."""
+        """The second half of `after_attention`, for hidden states [n, D] that enter the FFN."""
         return self._mlp(layer, self._norm(hidden, self.weights.layers[layer].post_norm)).add_(
             hidden
         )
@@ -110,14 +118,15 @@ class Decoder:
         return F.linear(self._norm(hidden, self.weights.norm), self.weights.head).float()
 
     def _output(self, layer: int, attended: Tensor) -> Tensor:
-        """What the attention [n, Hq d] of `layer` adds to the hidden states, [n, D]."""
+        """Project the attention [n, Hq d] of `layer` to its contribution to the hidden states, [n,
+        D]."""
         weights = self.weights.layers[layer]
         if self.config.latent is not None:
             attended = latent.values(self.config.latent, weights, attended)
         return F.linear(attended, weights.out, weights.out_bias)
 
     def _mlp(self, layer: int, normed: Tensor) -> Tensor:
-        """What the FFN of `layer` adds to the hidden states, [n, D]."""
+        """Compute the contribution of the FFN of `layer` to the hidden states, [n, D]."""
         weights = self.weights.layers[layer]
         if self.config.experts is not None and weights.router is not None:
             return experts.mix(
@@ -130,7 +139,7 @@ class Decoder:
         return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
 
     def _qk_norm(self, layer: LayerWeights) -> Tensor | None:
-        """The norm weights of every query and key head, [Hq + Hkv, d], so that one pass serves all
+        """Norm weights of every query and key head, [Hq + Hkv, d], so that one pass norms all
         heads."""
         if self.config.latent is not None or layer.q_norm is None or layer.k_norm is None:
             return None
@@ -141,11 +150,13 @@ class Decoder:
 def causal_attention(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, visible: Tensor | None = None
 ) -> Tensor:
-    """Attention of a text to itself, without a cache: query [n, Hq, d], keys and values [n, Hkv, d]
-    -> [n, Hq, d].
+    """Causal attention of a text to itself, without a cache: query [n, Hq, d], keys and values [n,
+    Hkv, d] -> [n, Hq, d].
 
-    scale: of the logits. visible: bool [n, n], what each query sees, if that is not everything
-    before it."""
+    Args:
+        scale: of the logits.
+        visible: bool [n, n], keys that each query sees; None is every key up to the query.
+    """
     # [1, heads, n, d]
     query, keys, values = (part.transpose(0, 1)[None] for part in (query, keys, values))
     attended = F.scaled_dot_product_attention(

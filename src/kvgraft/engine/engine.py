@@ -115,6 +115,7 @@ class Engine:
             are captured in CUDA graphs, which take memory of their own.
             `engine.scheduler.steps.counts` counts how steps were run.
         poison_dropped_pages: fill dead pages with NaN (tests).
+
     Raises:
         FileNotFoundError, UnsupportedModel, ValueError: the model or an argument cannot be used;
             the message says why.

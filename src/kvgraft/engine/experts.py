@@ -1,6 +1,6 @@
-"""Mixture of experts (Qwen3-MoE): FFNs of which a router picks a few for each row.
+"""Mixture of experts (Qwen3-MoE): FFN layers in which a router picks a few experts for each row.
 
-The pick of a row depends on that row alone, so that any rows of any requests go through together.
+The pick of a row depends on that row alone, so rows of any requests can be computed together.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,11 @@ class Experts:
     """Sizes of a model's experts.
 
     Attributes:
-        count, active: experts of a layer, and how many of them a row goes through.
+        count, active: experts of a layer, and experts that each row uses.
         inner_size: of one expert.
-        normed: whether the weights of the picked add up to 1, not those of all.
-        layers: which layers have experts; the others have one FFN for all rows.
+        normed: whether the weights of the picked experts add up to 1, instead of the weights of
+            all.
+        layers: layers that have experts; the others have one FFN for all rows.
     """
 
     count: int
@@ -33,8 +34,8 @@ class Experts:
 
 
 def read_experts(hf: Any) -> Experts | None:
-    """Of a transformers config; None if no layer has any. Raises UnsupportedModel for sizes that
-    make no sense."""
+    """Read the sizes from a transformers config; None if no layer has experts. UnsupportedModel if
+    sizes are invalid."""
     for name in ("num_experts", "moe_intermediate_size", "decoder_sparse_step"):
         if getattr(hf, name) < 1:
             raise UnsupportedModel(f"{name} must be positive, got {getattr(hf, name)}")
@@ -65,7 +66,7 @@ def mix(experts: Experts, rows: Tensor, router: Tensor, gate_up: Tensor, down: T
     if experts.normed:
         weights = weights / weights.sum(-1, keepdim=True)
     weights, picked = weights.to(rows.dtype).flatten(), picked.flatten()  # [n k]
-    # by expert
+    # indices into `picked`, by expert
     pairs = picked.argsort(stable=True).split(picked.bincount(minlength=experts.count).tolist())
     gate_up, down = (matrices.unflatten(0, (experts.count, -1)) for matrices in (gate_up, down))
     mixed = torch.zeros_like(rows)

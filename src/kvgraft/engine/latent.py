@@ -1,11 +1,12 @@
 """Multi-head latent attention (MLA; DeepSeek-V2, section 2.1) in its absorbed form: attention with
 one KV head.
 
-What is kept of a token is its latent, which is value and position-free part of the key at once, and
-a small key that turns with the position. The matrices that would make each head's keys and values
-of the latent go to its queries and its attention output instead (section 2.1.2). So that RoPE in
-halves applies to the whole, the channels of a key are [latent, first half | rope, first half |
-latent, second half | rope, second half]."""
+The cache holds for each token its latent and a small key that RoPE rotates. The latent is both the
+value and the position-free part of the key. Instead of expanding the latent to each head's keys and
+values, the matrices are applied to the queries and the attention output (section 2.1.2). The
+channels of a key are ordered [latent, first half | rope, first half | latent, second half | rope,
+second half], so that half-split RoPE applies to the whole key.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -15,16 +16,18 @@ from kvgraft.engine.config import LatentAttention
 from kvgraft.engine.weights import LayerWeights
 from kvgraft.kv.rope import rotate
 
-_NORM_EPS = 1e-6  # of the norms of latents, whatever the model's
+# The norms of latents use this epsilon for every model.
+_NORM_EPS = 1e-6
 
 
 def project(
     latent: LatentAttention, weights: LayerWeights, normed: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Normed states [n, D] -> queries [n, Hq, rank + rope_dim] and what is kept [n, 1, rank +
+    """Normed states [n, D] -> queries [n, Hq, rank + rope_dim] and the cached rows [n, 1, rank +
     rope_dim], rotated.
 
-    cos, sin: float32 [n, (rank + rope_dim) / 2].
+    Args:
+        cos, sin: float32 [n, (rank + rope_dim) / 2].
     """
     kept = latent.rank + latent.rope_dim
     queries, kept_rows = F.linear(normed, weights.qkv).split((len(weights.qkv) - kept, kept), dim=1)
@@ -40,8 +43,8 @@ def project(
 
 
 def values(latent: LatentAttention, weights: LayerWeights, attended: Tensor) -> Tensor:
-    """Attention over what is kept [n, Hq * (rank + rope_dim)] -> over the heads' values [n, Hq *
-    value_dim]."""
+    """Attention over cached rows [n, Hq * (rank + rope_dim)] -> attention over the heads' values
+    [n, Hq * value_dim]."""
     halves = attended.unflatten(1, (-1, 2, (latent.rank + latent.rope_dim) // 2))
     content = halves[..., : latent.rank // 2].flatten(2)  # [n, Hq, rank]
     _, value_up = _ups(latent, weights)
@@ -49,7 +52,8 @@ def values(latent: LatentAttention, weights: LayerWeights, attended: Tensor) -> 
 
 
 def _ups(latent: LatentAttention, weights: LayerWeights) -> tuple[Tensor, Tensor]:
-    """From the latent to each head's keys [Hq, nope_dim, rank] and values [Hq, value_dim, rank]."""
+    """Matrices from the latent to each head's keys [Hq, nope_dim, rank] and values [Hq, value_dim,
+    rank]."""
     if weights.kv_up is None:
         raise ValueError("these weights are not of latent attention")
     size = latent.nope_dim + latent.value_dim
@@ -62,7 +66,8 @@ def _ups(latent: LatentAttention, weights: LayerWeights) -> tuple[Tensor, Tensor
 def _fuse(
     latent: LatentAttention, content: Tensor, rope: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Content [n, H, rank] and channels that turn [n, H, rope_dim] -> [n, H, rank + rope_dim]."""
+    """Content [n, H, rank] and rope channels [n, H, rope_dim] -> rotated rows [n, H, rank +
+    rope_dim]."""
     if latent.interleaved:
         rope = rope.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)
     still = latent.rank // 2

@@ -1,4 +1,4 @@
-"""The native host's layers and pages, for what is computed over parts of documents."""
+"""Layers and pages of the native host, for prompts that keep parts of documents."""
 
 import sys
 
@@ -14,7 +14,7 @@ class NativeLayers(LayerHost):
     """A decoder, and the pages of one prompt.
 
     Args:
-        slots: int64 [lists, n], of the prompt's pages; none where nothing is kept.
+        slots: int64 [lists, n], slots of the prompt's pages; None if nothing is cached.
     """
 
     max_rows = sys.maxsize

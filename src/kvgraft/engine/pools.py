@@ -49,6 +49,7 @@ def make_pool(
 
     Args:
         residual_layers: layers whose input residual stream is cached with keys and values.
+
     Raises:
         ValueError: one of them is no layer of the model.
     """

@@ -62,6 +62,7 @@ def load_policy_profile(
 
     Args:
         identity: fingerprint of the checkpoint.
+
     Raises:
         FileNotFoundError, ValueError: the given one does not exist, is no policy profile, or is of
             another checkpoint.

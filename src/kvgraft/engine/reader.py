@@ -15,6 +15,7 @@ class PromptReader:
         anchors: strings that begin a segment wherever they occur in a text prompt.
         block_size: pad explicit segments to blocks of this number of tokens; None does not pad.
         max_length: tokens of a prompt and its answer together.
+
     Raises:
         ValueError: padding without a pad token, or empty anchors.
     """

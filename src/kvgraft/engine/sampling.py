@@ -1,4 +1,4 @@
-"""How the next token is chosen from logits."""
+"""Sampling of the next token from logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,21 +6,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_MIN_TEMPERATURE = 1e-5  # below, float32 scores overflow; 0 is greedy
+# Below this, float32 scores overflow. 0 is greedy.
+_MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What a request asks of generation.
+    """Sampling parameters of a request.
 
     Attributes:
         max_tokens: tokens generated at most.
         temperature: 0 is greedy.
-        top_p: the smallest set of most likely tokens with at least this probability is kept.
-        top_k: this many most likely tokens are kept; 0 keeps all.
+        top_p: keep the smallest set of most likely tokens with at least this probability.
+        top_k: keep this number of most likely tokens; 0 keeps all.
         seed: equal seeds draw equal tokens from equal logits; None draws differently every time.
         stop: generated text ends before any of these strings.
-        ignore_eos: go on to max_tokens after an end-of-sequence token.
+        ignore_eos: continue to max_tokens after an end-of-sequence token.
 
     Raises:
         ValueError: a value is out of range.
@@ -54,13 +55,13 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """Return whether sampling takes the most likely token."""
         return self.temperature == 0
 
 
 class Sampler:
-    """Chooses the tokens of one request; its random state is its own, so the batch it runs in does
-    not matter."""
+    """Chooses the tokens of one request. Its random state is its own, so results do not depend on
+    the batch."""
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
@@ -71,8 +72,8 @@ class Sampler:
             self._generator.manual_seed(params.seed)
 
     def sample(self, logits: Tensor, best: int | None = None) -> int:
-        """Logits [V] on any device -> a token id: greedy, or top-k, then top-p, then a draw, in
-        float32.
+        """Logits [V] on any device -> a token id: greedy, or a draw in float32 after top-k and
+        top-p.
 
         Args:
             best: the most likely token, if it is known.
@@ -95,8 +96,8 @@ class Sampler:
 def most_likely(
     logits: Tensor | Sequence[Tensor], samplers: Sequence[Sampler]
 ) -> list[int] | list[None]:
-    """The most likely token of each row of logits [b, V], read from the device together, if any
-    sampler needs it."""
+    """Return the most likely token of each row of logits [b, V], in one read from the device; None
+    for each row if no sampler needs it."""
     if not any(sampler.params.is_greedy for sampler in samplers):
         return [None] * len(samplers)
     if not isinstance(logits, Tensor):

@@ -284,7 +284,7 @@ class Scheduler:
             recover, sequences, [sequence.admitted_plan for sequence in sequences]
         )
         logits = self.decoder.logits(ctx.last_hidden(hidden))
-        # Reporting waits for the device, so the logits are launched before it.
+        # Reporting waits for the device. Launch the logits first, to keep it busy meanwhile.
         self._report(ctx, hidden, sequences)
         return logits
 

@@ -115,8 +115,8 @@ class SequenceState:
 
     @property
     def recovery_key(self) -> tuple[object, ...]:
-        """How it recovers and attends. Only prompts with an equal key continue from its approximate
-        KV."""
+        """Settings of recovery and attention. Only prompts with an equal key continue from its
+        approximate KV."""
         return str(self.policy), self.matches_similar, self.flow, self.shared
 
     def depths(self, count: int) -> np.ndarray:
@@ -169,7 +169,7 @@ class SequenceState:
 
     @property
     def first_token_pending(self) -> bool:
-        """Whether the first token of the answer is still to come."""
+        """Return whether the first token of the answer is still to come."""
         return len(self.tokens) == self.num_prompt
 
     def place_documents(

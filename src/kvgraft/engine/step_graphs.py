@@ -1,13 +1,15 @@
-"""Decode steps as CUDA graphs: a step of a shape that came before is one launch.
+"""Decode steps as CUDA graphs: a step of a known shape is one launch.
 
-A graph replays the launches of the step that it was captured from, with the same tensors and the
-same numbers as their arguments. So sequences and blocks are padded to powers of two, all that
-changes lies in one tensor, which every step overwrites in one copy from pinned memory, and kernels
-read lengths on the device. The first step of a shape runs without a graph, which compiles its
-kernels and makes what is kept (tables, constants); the second is captured. What cannot be captured
-runs as it does without graphs, and is counted with the reason.
+A graph replays the launches of the captured step, with the same tensors and the same numbers as
+arguments. Therefore sequences and blocks are padded to powers of two, and kernels read lengths on
+the device. All changing numbers lie in one tensor, which every step overwrites in one copy from
+pinned memory.
 
-Hidden states come out of a graph, not logits: those of all graphs together would take much memory.
+The first step of a shape runs without a graph; it compiles kernels and makes tables and constants.
+The second is captured. A step that cannot be captured runs without a graph, and is counted with the
+reason.
+
+Graphs return hidden states, not logits: the logits of all graphs together would take much memory.
 """
 
 import logging
@@ -40,14 +42,17 @@ from kvgraft.kernels.watched import is_watched
 from kvgraft.kv.cache import KVCache
 
 logger = logging.getLogger("kvgraft")
-MOST_ROWS = 256  # sequences of a step that is captured
-LEAST_BLOCKS = 64  # that a sequence is padded to
-MOST_GRAPHS = 32  # then the one that has not been needed for longest is dropped
+# Steps with more sequences are not captured.
+MOST_ROWS = 256
+# Each sequence is padded to at least this number of blocks.
+LEAST_BLOCKS = 64
+# Beyond this number the least recently used graph is dropped.
+MOST_GRAPHS = 32
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """What all sizes in a captured step follow from.
+    """Sizes that determine every size in a captured step.
 
     Attributes:
         indexer: of the flow that all sequences follow; None if they attend to everything.
@@ -68,12 +73,13 @@ class StepGraphs:
         enforce_eager: capture nothing.
 
     Attributes:
-        counts: steps that were `replayed`, `captured` or `warmed_up`; all others by reason:
-            `enforce_eager`, `no_cuda`, `no_triton`, `experts` (the host asks which of them have
-            rows), `residual_layers` (writes of kept states know no padding), `too_many_rows`,
-            `mixed_flows` (not all sequences follow the same), `new_pages` (more pages than
-            sequences are new to the flow), `unfused_flow` (kernels do not do all of it), `watched`
-            (stages are timed), `not_captured` (CUDA refused to, as the log says).
+        counts: steps that were `replayed`, `captured` or `warmed_up`. All others are counted by
+            reason: `enforce_eager`, `no_cuda`, `no_triton`, `experts` (the host must know which
+            experts have rows), `residual_layers` (writes of residual streams support no padding),
+            `too_many_rows`, `mixed_flows` (sequences follow different flows), `new_pages` (the flow
+            gets more new pages than there are sequences), `unfused_flow` (kernels do not cover the
+            whole flow), `watched` (stages are timed), `not_captured` (CUDA refused the capture; see
+            the log).
     """
 
     def __init__(
@@ -85,11 +91,13 @@ class StepGraphs:
         self._flows = flows
         self._never = "enforce_eager" if enforce_eager else _never(decoder, cache)
         self._steps: dict[StepShape, _FixedStep] = {}
-        self._pool: Any = None  # memory of all graphs, which run one after the other
+        # Graphs share memory, since they run one after the other.
+        self._pool: Any = None
         self._captured_from = self._tensors()
 
     def decode(self, sequences: Sequence[SequenceState]) -> Tensor:
-        """Logits [b, V] after the last token of each, which is computed and written to the pool."""
+        """Compute the last token of each sequence, write its KV to the pool, and return logits [b,
+        V] after it."""
         followed = self._flows.follow(sequences)
         how = self._never or _not_now(sequences, followed)
         if how is None:
@@ -103,7 +111,8 @@ class StepGraphs:
     def _run(
         self, sequences: Sequence[SequenceState], followed: Sequence[Followers]
     ) -> tuple[str, Tensor | None]:
-        """How a step was run, and its hidden states [rows, D]; None if it was not."""
+        """Run a step by its graph. Return how it ran, and its hidden states [rows, D] or None if
+        CUDA refused the capture."""
         rows, blocks = (
             _padded(len(sequences)),
             _padded(num_blocks(self._cache, sequences), LEAST_BLOCKS),
@@ -112,7 +121,8 @@ class StepGraphs:
         indexer, full = (
             (followed[0].indexer, followed[0].full) if followed else (None, np.zeros(0, np.int64))
         )
-        pages = np.zeros(rows + 1, np.int64)  # that are full from this step on, and how many
+        # pages that become full in this step, then their number
+        pages = np.zeros(rows + 1, np.int64)
         pages[: len(full)], pages[-1] = full, len(full)
         numbers = torch.cat(
             (numbers_of(self._cache, sequences, rows, blocks), torch.from_numpy(pages))
@@ -124,7 +134,7 @@ class StepGraphs:
         return step.run(numbers, lambda given: self._hidden(given, shape, indexer), self._pool)
 
     def _hidden(self, numbers: Tensor, shape: StepShape, indexer: Indexer | None) -> Tensor:
-        """Hidden states of a step that the host knows by its shape alone."""
+        """Hidden states of a step of which the host knows only the shape."""
         rows, cache = shape.rows, self._cache
         own, full, num_full = numbers.split([len(numbers) - rows - 1, rows, 1])
         step = StepInputs.of(cache, own, rows)
@@ -140,7 +150,7 @@ class StepGraphs:
         return last_hidden(self._decoder, attention, step, shape.length)
 
     def _step(self, shape: StepShape, make: Callable[[], "_FixedStep"]) -> "_FixedStep":
-        """The step of a shape; steps that read what is there no more are dropped."""
+        """Return the step of a shape. Drop steps whose tensors no longer exist."""
         if any(
             now is not then for now, then in zip(self._tensors(), self._captured_from, strict=True)
         ):
@@ -156,16 +166,16 @@ class StepGraphs:
         return step
 
     def _tensors(self) -> tuple[object, ...]:
-        """What all graphs read."""
+        """Tensors that all graphs read."""
         return self._decoder.weights, self._cache.keys, self._cache.values
 
 
 class _FixedStep:
-    """A step whose numbers always lie in the same place: warmed up, then captured, then replayed.
+    """A step whose numbers lie at a fixed address: warmed up, then captured, then replayed.
 
     Args:
-        size: how many numbers.
-        kept: what else its graph reads, and others might let go.
+        size: number of input numbers.
+        kept: further objects that the graph reads. They are held here, so that they stay alive.
     """
 
     def __init__(self, size: int, device: torch.device, kept: object) -> None:
@@ -178,12 +188,11 @@ class _FixedStep:
     def run(
         self, numbers: Tensor, hidden: Callable[[Tensor], Tensor], pool: Any
     ) -> tuple[str, Tensor | None]:
-        """How the step was run, and what it gave; None if it was not, since CUDA refused to capture
-        it.
+        """Run the step. Return how it ran and its result, or None if CUDA refused to capture it.
 
         Args:
             numbers: int64 [n] on the CPU.
-            hidden: what the step gives for the same on the device.
+            hidden: computes the step from the same numbers on the device.
             pool: memory that its graph may share.
         """
         if self._is_refused:
@@ -209,7 +218,7 @@ class _FixedStep:
 
 
 def _never(decoder: Decoder, cache: KVCache) -> str | None:
-    """Why no step of an engine can be captured."""
+    """Reason why no step of an engine can be captured, or None."""
     if decoder.device.type != "cuda":
         return "no_cuda"
     if not dispatch.generates("cuda"):
@@ -220,7 +229,7 @@ def _never(decoder: Decoder, cache: KVCache) -> str | None:
 
 
 def _not_now(sequences: Sequence[SequenceState], followed: Sequence[Followers]) -> str | None:
-    """Why this step cannot be captured or replayed."""
+    """Reason why this step cannot be captured or replayed, or None."""
     if is_watched():
         return "watched"
     if len(sequences) > MOST_ROWS:
@@ -235,5 +244,5 @@ def _not_now(sequences: Sequence[SequenceState], followed: Sequence[Followers]) 
 
 
 def _padded(count: int, least: int = 1) -> int:
-    """The next power of two."""
+    """The next power of two of at least `least`."""
     return 1 << (max(count, least) - 1).bit_length()

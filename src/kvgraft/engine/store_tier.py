@@ -1,5 +1,5 @@
-"""Tiers below the page pool: exact blocks go to host memory and to disk, and come back when a
-prompt wants them."""
+"""Tiers below the page pool: exact blocks are written to host memory and disk, and restored when a
+prompt needs them."""
 
 import os
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from kvgraft.segments.store import SegmentStore, StoredBlock, StoreOptions
 
 
 class StoreTier:
-    """A segment store beside a page pool.
+    """A segment store below a page pool.
 
     Args:
-        index: what prompts are matched with; what comes back is registered there.
+        index: index that matches prompts. Restored blocks are registered there.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class StoreTier:
         self.pool = pool
         self.cache = cache
         self.index = index
-        # so that sources of two processes differ
+        # Source numbers of two processes must differ.
         self._first_source = int.from_bytes(os.urandom(7))
 
     @classmethod
     def open(
         cls, options: StoreOptions, pool: PagePool, cache: KVCache, index: ReuseIndex
     ) -> "StoreTier":
-        """A store with these options, that finds what the engine finds.
+        """Open a store with these options that matches text as the engine does.
 
         Raises:
             ValueError, OSError: it cannot be used; the message says why.
@@ -51,8 +51,8 @@ class StoreTier:
         return cls(options.open(pool.block_size, *index.cuts), pool, cache, index)
 
     def keep(self, sequence: SequenceState, *, ended: bool) -> None:
-        """Store the exact blocks that the sequence has offered: chunk by chunk, the last one when
-        it has ended."""
+        """Store the exact blocks that the sequence has registered, chunk by chunk. A last partial
+        chunk is stored when it has ended."""
         size, length, offer = self.pool.block_size, self.store.chunk_blocks, sequence.offer
         stop = offer.num_registered if ended else offer.num_registered // length * length
         if stop <= offer.num_stored:
@@ -65,15 +65,20 @@ class StoreTier:
                 self.store.put(chunk, self._read(slots))
 
     def restore(self, sequence: SequenceState, reuse: Reuse, num_spare: int) -> bool:
-        """Bring stored blocks that a prompt wants beside `reuse` into `num_spare` free pages at
-        most; whether any."""
+        """Restore stored blocks that a prompt needs in addition to `reuse`. Return whether any was
+        restored.
+
+        Args:
+            num_spare: number of free pages that may be used.
+        """
         held = [*reuse.hits.values(), *reuse.sources.tolist()]
         wanted = self._wanted(sequence, reuse)[: max(num_spare - len(held), 0)]
         fetched = self.store.fetch(wanted, sequence.scope, *sequence.shared)
         blocks = [block for block in fetched if block and self._fits(block)]
         if not blocks:
             return False
-        self.pool.acquire(held)  # nothing of it may be reclaimed for what comes
+        # Allocation must not reclaim pages that the prompt reuses.
+        self.pool.acquire(held)
         pages = self.pool.allocate(len(blocks))
         self.pool.release(held)
         self._write(pages, blocks)
@@ -87,8 +92,8 @@ class StoreTier:
         return True
 
     def _wanted(self, sequence: SequenceState, reuse: Reuse) -> list[int]:
-        """Numbers of stored blocks: exact ones of the prompt, then those that can be grafted,
-        longest run first."""
+        """Numbers of stored blocks to restore: exact blocks of the prompt, then blocks to graft
+        from, longest run first."""
         size, prompt, scope = self.pool.block_size, sequence.prompt, sequence.scope
         exact: dict[int, int] = {}
         if sequence.shares_prefix:
@@ -107,8 +112,7 @@ class StoreTier:
         return list(dict.fromkeys([*exact, *grafts]))
 
     def _read(self, slots: Tensor) -> dict[str, Tensor]:
-        """What the pool holds in these slots int64 [n], by the name of the tensor: [streams, n,
-        d]."""
+        """Copy of the pool's tensors at these slots int64 [n], by name: [streams, n, d]."""
         return {name: tensor[:, slots].cpu() for name, tensor in self._tensors().items()}
 
     def _write(self, pages: Sequence[int], blocks: Sequence[StoredBlock]) -> None:
@@ -119,7 +123,7 @@ class StoreTier:
             )
 
     def _fits(self, block: StoredBlock) -> bool:
-        """Whether a block has all that this pool keeps of a token."""
+        """Return whether a block has every tensor that this pool caches, in its shape and dtype."""
         size = self.pool.block_size
         return all(
             name in block.payload

@@ -1,4 +1,4 @@
-"""From token ids to text: the model's tokenizer, and decoding one token at a time."""
+"""Tokenizer of a model, and incremental decoding of token ids to text."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -8,12 +8,13 @@ from transformers import AutoTokenizer
 
 from kvgraft.segments.prompt import Part, Segment
 
-# what a decoder shows for the bytes of an unfinished character
+# A decoder returns this for the bytes of an unfinished character.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def load_tokenizer(model_dir: str | Path) -> Any:
-    """The transformers tokenizer of a model directory; neither its code nor the network is used.
+    """Load the transformers tokenizer of a model directory, without its code and without the
+    network.
 
     Raises:
         FileNotFoundError: there is no such directory.
@@ -31,11 +32,12 @@ def load_tokenizer(model_dir: str | Path) -> Any:
 
 
 def opening_ids(tokenizer: Any, prompt: str | Sequence[Part] | Sequence[int]) -> list[int]:
-    """The special tokens that the tokenizer itself puts before a text, as a beginning-of-sequence
-    token.
+    """Return the special tokens that the tokenizer puts before a text, such as
+    beginning-of-sequence.
 
-    None before token ids, which are taken as they are, nor before a text that already begins with
-    that token, as a rendered chat template may."""
+    Returns an empty list for token ids, which are used unchanged, and for a text that already
+    begins with that token, as a rendered chat template may.
+    """
     first = prompt if isinstance(prompt, str) else prompt[0] if len(prompt) else ""
     text = first.text if isinstance(first, Segment) else first
     if not isinstance(text, str) or (tokenizer.bos_token and text.startswith(tokenizer.bos_token)):
@@ -45,18 +47,18 @@ def opening_ids(tokenizer: Any, prompt: str | Sequence[Part] | Sequence[int]) ->
 
 
 def anchor_ids(tokenizer: Any, anchors: Iterable[str]) -> list[list[int]]:
-    """The tokens of anchors as they stand in a text, of those that the vocabulary has words for."""
+    """Return the token ids of each anchor. Anchors with unknown tokens are left out."""
     found = (tokenizer.encode(anchor, add_special_tokens=False) for anchor in anchors)
     return [ids for ids in found if ids and tokenizer.unk_token_id not in ids]
 
 
 class IncrementalText:
-    """The text of a growing token sequence, given out as soon as it is certain and ended by a stop
-    string.
+    """The text of a growing token sequence. Text is released as soon as it is final, and ends at a
+    stop string.
 
     Attributes:
-        text: all text given out so far; it never contains a stop string.
-        stopped: a stop string was found; nothing is given out any more.
+        text: all text released so far; it never contains a stop string.
+        stopped: a stop string was found; no more text is released.
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
@@ -65,14 +67,14 @@ class IncrementalText:
         self._tokenizer = tokenizer
         self._stop = stop
         # Two tokens in a row may decode differently than each alone (spaces, bytes of one
-        # character), so a window is decoded: [0, _num_given) gives context and is already text, the
-        # rest is not complete yet.
+        # character), so a window of tokens is decoded. Its first _num_given tokens are context
+        # whose text was already released; the text of the rest is not complete yet.
         self._window: list[int] = []
         self._num_given = 0
         self._held = ""  # complete text that may be the beginning of a stop string
 
     def push(self, token_id: int) -> str:
-        """Add one token; returns the text that became certain: no half character, no begun stop
+        """Add one token. Return the text that became final: no half character and no partial stop
         string."""
         self._window.append(token_id)
         fresh = self._undecided()
@@ -85,8 +87,8 @@ class IncrementalText:
         return self._give(fresh, final=False)
 
     def flush(self) -> str:
-        """At the end of generation: returns what was held back, with U+FFFD for the bytes of a half
-        character."""
+        """Return the text that was held back, at the end of generation, with U+FFFD for the bytes
+        of a half character."""
         fresh = self._undecided()
         self._num_given = len(self._window)
         return self._give(fresh, final=True)
@@ -107,7 +109,8 @@ class IncrementalText:
         ]
         if stops:
             self.stopped = True
-            cut = min(stops)[1]  # the stop string that is complete first, however the text arrives
+            # The stop string that ends first wins, so results do not depend on how text arrives.
+            cut = min(stops)[1]
         else:
             cut = len(text) if final else len(text) - self._num_begun(text)
         self._held = text[cut:]
@@ -115,7 +118,7 @@ class IncrementalText:
         return text[:cut]
 
     def _num_begun(self, text: str) -> int:
-        """Length of the longest end of `text` with which a stop string begins."""
+        """Length of the longest suffix of `text` that is a prefix of a stop string."""
         longest = max(map(len, self._stop), default=1) - 1
         return next(
             (n for n in range(min(longest, len(text)), 0, -1) if self._begins_stop(text[-n:])), 0

@@ -1,4 +1,4 @@
-"""The weights of a decoder, read from safetensors tensor by tensor into fused matrices."""
+"""Weights of a decoder, read from safetensors tensor by tensor into fused matrices."""
 
 import math
 import sys
@@ -29,8 +29,9 @@ class LayerWeights:
     """One layer: D hidden, F inner, Hq query and Hkv key-value heads of size d. Absent biases and
     norms are None.
 
-    With a router: E experts, F inner of one, their matrices one below the other. With latent
-    attention: r and q the ranks of the latents, t rope_dim, n = nope_dim + t, v value_dim."""
+    With a router: E experts with F inner each, whose matrices are stacked. With latent attention: r
+    and q are the ranks of the latents, t is rope_dim, n is nope_dim + t, v is value_dim.
+    """
 
     input_norm: Tensor  # [D]
     # [(Hq + 2 Hkv) d, D]; latent: [q + r + t, D], without a latent of the queries [Hq n + r + t, D]
@@ -52,7 +53,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """All weights; with tied embeddings `head` is `embedding`."""
+    """All weights. With tied embeddings `head` is `embedding`."""
 
     embedding: Tensor  # [V, D]
     layers: tuple[LayerWeights, ...]
@@ -68,16 +69,15 @@ def load_weights(
 ) -> Weights:
     """Read a single or sharded safetensors checkpoint, converted to `dtype` on `device`.
 
-    A stored output head is used as stored, even where the configuration calls it tied (as
-    transformers does).
+    A stored output head is used even if the configuration calls it tied (as in transformers).
 
     Raises:
         FileNotFoundError: the checkpoint or a shard is missing.
-        ValueError: a file is damaged, or a tensor is missing, unexpected or of another shape than
-            configured.
+        ValueError: a file is damaged, or a tensor is missing, unexpected or has an unexpected
+            shape.
     """
     files = weight_files(Path(model_dir))
-    targets: dict[str, Tensor] = {}  # stored name -> where it goes
+    targets: dict[str, Tensor] = {}  # stored name -> destination
 
     def fused(parts: _Parts) -> Tensor:
         sizes = [math.prod(shape) for shape in parts.values()]
@@ -103,7 +103,7 @@ def load_weights(
 
 
 def _layer_parts(config: ModelConfig, layer: int, stored: Set[str]) -> dict[str, _Parts]:
-    """Field of LayerWeights -> what is stacked into it, of the tensors `stored`."""
+    """Map each field of LayerWeights to the stored tensors that are stacked into it."""
     hidden, inner, prefix = config.hidden_size, config.intermediate_size, f"model.layers.{layer}."
     linears, norms = (
         _grouped_parts(config) if config.latent is None else _latent_parts(config, config.latent)
@@ -134,7 +134,7 @@ def _layer_parts(config: ModelConfig, layer: int, stored: Set[str]) -> dict[str,
 
 
 def _grouped_parts(config: ModelConfig) -> tuple[_Linears, _Norms]:
-    """The linear layers and norms of grouped-query attention."""
+    """Linear layers and norms of grouped-query attention."""
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     rows = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key}
     linears = {
@@ -147,7 +147,7 @@ def _grouped_parts(config: ModelConfig) -> tuple[_Linears, _Norms]:
 
 
 def _latent_parts(config: ModelConfig, latent: LatentAttention) -> tuple[_Linears, _Norms]:
-    """Those of latent attention."""
+    """Linear layers and norms of latent attention."""
     hidden, heads, shared = (
         config.hidden_size,
         config.num_heads,
@@ -174,8 +174,8 @@ def _latent_parts(config: ModelConfig, latent: LatentAttention) -> tuple[_Linear
 def _expert_parts(
     experts: Experts, hidden: int, prefix: str, stored: Set[str]
 ) -> dict[str, _Parts]:
-    """Those of a layer of experts, which are stored one by one, or as transformers 5 holds them in
-    memory."""
+    """Tensors of a layer of experts. They are stored one by one, or stacked as transformers 5 holds
+    them in memory."""
     count, inner = experts.count, experts.inner_size
     gate_up, down = f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj"
     parts: dict[str, _Parts] = {"router": {f"{prefix}gate.weight": (count, hidden)}}
@@ -205,8 +205,8 @@ def _names(path: Path) -> list[str]:
 
 
 def _stored(files: tuple[Path, ...]) -> Iterator[tuple[str, Tensor]]:
-    """Every stored tensor but the rotary buffers of old checkpoints, with a progress bar over a
-    large checkpoint."""
+    """Yield every stored tensor except rotary buffers of old checkpoints, with a progress bar for
+    large checkpoints."""
     total = sum(path.stat().st_size for path in files)
     visible = total > _PROGRESS_FROM_BYTES and sys.stderr.isatty()
     with Progress(console=Console(stderr=True), disable=not visible, transient=True) as progress:
