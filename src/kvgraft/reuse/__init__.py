@@ -1,6 +1,8 @@
-"""What a host asks when it admits a request, whatever its page pool: what is cached of a prompt,
-what the store should bring back, whether there is room, and what the request leaves behind for
-others."""
+"""Reuse decisions at admission, independent of the host's page pool.
+
+They cover what is cached of a prompt, what the store should restore, the room for it, and what the
+request leaves for others.
+"""
 
 # default share of what computing exact KV costs, that a graft in front of it must save
 EXACTNESS_WEIGHT = 0.1

@@ -1,5 +1,5 @@
-"""Prompts that begin with all the tokens of an earlier one, and go on with its KV as it stands,
-exact or not."""
+"""Approximate prefix cache: a prompt that begins with all tokens of an earlier one continues from
+its KV, exact or not."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,15 +12,14 @@ K = TypeVar("K", bound=Hashable)  # key of a block in the host's cache
 
 @dataclass(frozen=True)
 class Continued(Generic[K]):
-    """Approximate blocks that a prompt goes on with, behind its first `first_block` blocks, which
-    are exact.
+    """Approximate blocks that a prompt continues from, behind its first `first_block` exact blocks.
 
     Attributes:
-        keys: under which the host's cache has them.
-        depths: of their KV, see `Match`.
-        grafted: which of them hold tokens that were grafted; the others were computed, behind
+        keys: their keys in the host's cache.
+        depths: depths of their KV, see `Match`.
+        grafted: for each block whether it holds grafted tokens. The others were computed behind
             grafts.
-        sources: of the requests that have left them, see `BlockProvenance.source`.
+        sources: sources that computed the blocks, see `BlockProvenance.source`.
     """
 
     first_block: int
@@ -31,21 +30,21 @@ class Continued(Generic[K]):
 
     @property
     def spans(self) -> list[Span]:
-        """What a prompt was read behind that goes on with it: see `Readings.add`."""
+        """Spans that a continuing prompt was computed behind: see `Readings.add`."""
         return [(source, 0, WHOLE) for source in dict.fromkeys(self.sources)]
 
     @property
     def stop_block(self) -> int:
-        """The first block that it does not have."""
+        """The first block behind the continued ones."""
         return self.first_block + len(self.keys)
 
     @property
     def grafted_blocks(self) -> list[int]:
-        """Those of its blocks that hold tokens which were grafted."""
+        """Numbers of the blocks that hold grafted tokens."""
         return [block for block, grafted in enumerate(self.grafted, self.first_block) if grafted]
 
     def steps(self, block_size: int) -> list[tuple[int, int]]:
-        """What a prompt rests on that goes on with it: see `BlockProvenance.mark_approximate`. A
+        """Depth steps of a continuing prompt: see `BlockProvenance.mark_approximate`. There is one
         step for each new depth."""
         steps: list[tuple[int, int]] = []
         for block, depth in enumerate(self.depths, self.first_block):
@@ -55,22 +54,23 @@ class Continued(Generic[K]):
 
 
 class ApproximatePrefixCache(Generic[K]):
-    """Approximate blocks by the whole text up to their end. Exact ones are found by the host's own
-    prefix cache.
+    """Approximate blocks, found by the whole text up to their end. The host's own prefix cache
+    finds exact ones.
 
-    A block is known by its tokens, all tokens before it, and the very block that it was computed
-    behind: so a prompt follows what one conversation has left, and never a mixture of two.
+    The key of a block is its tokens, all tokens before it, and the block that it was computed
+    behind. So a prompt follows the blocks of one conversation, and never a mixture of two.
 
     Args:
         is_cached: whether the host's cache still has a block under this key.
-        capacity: blocks known at most, dead ones counted; those of the host's cache.
+        capacity: blocks of the host's cache. At most twice this number is remembered, including
+            dead ones.
     """
 
     def __init__(self, is_cached: Callable[[K], bool], capacity: int) -> None:
         self._is_cached = is_cached
         self._num_lost = 0
         self._capacity = 2 * capacity
-        # by block before and chain
+        # by preceding block and chain
         self._blocks: dict[tuple[Hashable, bytes], tuple[K, int, bool, int]] = {}
 
     def __len__(self) -> int:
@@ -87,16 +87,19 @@ class ApproximatePrefixCache(Generic[K]):
         grafted: Sequence[bool],
         source: int,
     ) -> int:
-        """Let prompts go on with blocks first_block, ... of a text; how many of them: where others
-        have been left for the same text already, prompts follow those.
+        """Let prompts continue from blocks first_block, ... of a text. Return how many of them
+        prompts can reach.
+
+        If other live blocks are known for the same text, prompts follow those, and adding stops
+        there.
 
         Args:
-            root: what prompts must share beside their tokens and namespace: how they recover what
-                is reused.
+            root: what prompts must share in addition to tokens and namespace: how they recover
+                reused KV.
             chains: `chain_hashes` of all its blocks.
             first_block: the first approximate one.
             keys, depths, grafted: of this block and those behind it, see `Continued`.
-            source: of the request.
+            source: source number of the request.
         """
         before: Hashable = root
         blocks = zip(chains[first_block:], keys, depths, grafted, strict=False)
@@ -116,13 +119,12 @@ class ApproximatePrefixCache(Generic[K]):
     def find(
         self, root: Hashable, chains: Sequence[bytes], num_exact: int, exactness_weight: float = 0.0
     ) -> Continued[K] | None:
-        """The blocks that reach furthest behind a prompt's num_exact exact ones, or None if there
-        are none.
+        """Return the blocks that reach furthest behind a prompt's num_exact exact ones, or None.
 
         Args:
-            root, chains: as those of `add`, of the blocks that the prompt may take.
-            exactness_weight: blocks that must be won for each exact one that is given up, see
-                `CostModel`.
+            root, chains: as in `add`, for the blocks that the prompt may use.
+            exactness_weight: approximate blocks that must be won for each exact block that is given
+                up, see `CostModel`.
         """
         best: Continued[K] | None = None
         for first in range(min(num_exact, len(chains) - 1), -1, -1):
@@ -137,8 +139,8 @@ class ApproximatePrefixCache(Generic[K]):
         return best
 
     def take_lost(self) -> int:
-        """Blocks that prompts would have gone on with, had they not been reclaimed; since the last
-        call."""
+        """Return the number of blocks that prompts would have continued from if they had not been
+        reclaimed, since the last call."""
         lost, self._num_lost = self._num_lost, 0
         return lost
 
@@ -161,7 +163,7 @@ class ApproximatePrefixCache(Generic[K]):
             before = block[0]
 
     def _lose(self, before: Hashable, chain: bytes, following: Iterator[bytes]) -> None:
-        """A block has been reclaimed, so nobody goes on with those behind it, either."""
+        """Drop a reclaimed block and all blocks behind it, since no prompt can reach those."""
         while (block := self._blocks.pop((before, chain), None)) is not None:
             self._num_lost += 1
             before, chain = block[0], next(following, b"")

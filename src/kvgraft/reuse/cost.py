@@ -1,4 +1,4 @@
-"""What to graft: seconds that are saved, against what becomes approximate."""
+"""Cost model of grafting: the seconds that grafts save, against the loss of exact KV."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,17 +10,22 @@ from kvgraft.prefill.costs import TOKENS, Costs, count_pairs
 from kvgraft.reuse import EXACTNESS_WEIGHT
 from kvgraft.segments.matches import Match
 
-WORK = 0.15  # assumed of a policy that has not run yet
-POLICIES = 256  # of which it is known what they compute: requests may ask for any options
-PRIOR = 0.2  # weight of what is assumed, in recoveries
-MEMORY = 0.95  # weight that is left of earlier recoveries when there is a new one
-DOUBT = 0.95  # and when they have spoken against a graft, so that it is tried again some time
+# Recomputed share that is assumed for a policy that has not run yet.
+WORK = 0.15
+# Policies whose work is remembered. Requests may choose any options, so there must be a limit.
+POLICIES = 256
+# Weight of the assumed work, in recoveries.
+PRIOR = 0.2
+# Each new recovery multiplies the weight of the earlier ones by this.
+MEMORY = 0.95
+# A refused graft does the same, so that grafts are tried again later.
+DOUBT = 0.95
 
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """Seconds until the first token without grafts and with them; and why nothing of what is known
-    is grafted, or None."""
+    """Estimated seconds until the first token without and with grafts. `reason` says why nothing is
+    grafted, or is None."""
 
     full_s: float
     reuse_s: float
@@ -28,12 +33,14 @@ class CostEstimate:
 
 
 class Work:
-    """What a policy computes beside what is new, in tokens of all layers: a share of what is
-    grafted, and a share of what is new once more (some compute the first layers of it twice). Least
-    squares over its recoveries, the last of which count most.
+    """Work of a policy in addition to the new tokens, in tokens of all layers.
+
+    It is a share of the grafted tokens plus a share of the new tokens (some policies compute their
+    first layers twice). Both shares are a least-squares fit over its recoveries, weighted to the
+    recent ones.
 
     Args:
-        assumed: of what is grafted, before there was any.
+        assumed: share of the grafted tokens before the first recovery.
     """
 
     def __init__(self, assumed: float = WORK) -> None:
@@ -41,8 +48,8 @@ class Work:
         self._squares, self._products = np.zeros((2, 2)), np.zeros(2)
 
     def learn(self, num_recovered: float, num_grafted: int, num_new: int) -> None:
-        """A recovery has computed as much as num_recovered tokens in all layers, beside what was
-        new."""
+        """Add a recovery that computed num_recovered tokens in all layers, in addition to the new
+        ones."""
         row = np.array([num_grafted, num_new]) / (num_grafted + num_new)
         self._squares = MEMORY * self._squares + np.outer(row, row)
         self._products = MEMORY * self._products + row * max(num_recovered, 0) / (
@@ -50,12 +57,12 @@ class Work:
         )
 
     def doubt(self) -> None:
-        """What was learned counts less."""
+        """Reduce the weight of what was learned."""
         self._squares, self._products = DOUBT * self._squares, DOUBT * self._products
 
     @property
     def shares(self) -> tuple[float, float]:
-        """(of what is grafted, of what is new), at least 0."""
+        """Shares of the grafted and of the new tokens, each at least 0."""
         squares, products = (
             self._squares + PRIOR * np.eye(2),
             self._products + PRIOR * self._assumed,
@@ -72,14 +79,14 @@ class Work:
 
 @dataclass
 class CostModel:
-    """Decides which of its matches a prompt is better off with.
+    """Decides which of its matches a prompt should graft.
 
-    What is read behind a graft is approximate: others cannot have it as a prefix, nor may every
-    prompt graft from it. That costs a share `exactness_weight` of what it takes to compute it. A
+    Text behind a graft is approximate: others cannot reuse it as an exact prefix, and not every
+    prompt may graft from it. That costs a share `exactness_weight` of the time to compute it. A
     graft in front of much new text must therefore save more than one behind it.
 
     Attributes:
-        work: what each policy computes; learned.
+        work: learned work of each policy.
     """
 
     costs: Costs = TOKENS
@@ -98,20 +105,21 @@ class CostModel:
         *,
         approximate: bool = False,
     ) -> tuple[list[Match], CostEstimate]:
-        """The matches that are worth it, all from some one on or none, and what is expected of
-        them.
+        """Return the matches that are worth grafting, and the estimate for them.
+
+        The result is either empty or all matches from one position of the prompt on.
 
         Args:
-            matches: disjoint, by their place in the prompt.
-            num_tokens: of the prompt, the first num_known of which are there already.
-            approximate: whether these are approximate, so that nothing behind them can be exact
-                anyway.
+            matches: disjoint, ordered by their place in the prompt.
+            num_tokens: tokens of the prompt; the first num_known are cached already.
+            approximate: whether those cached tokens are approximate, so that later text cannot be
+                exact.
         """
         active = num_tokens - num_known
         starts = np.array([match.start for match in matches], np.int64)
         lengths = np.array([match.length for match in matches], np.int64)
         pairs = count_pairs(starts, starts + lengths)
-        # from each one on
+        # sums from each match on
         grafted, grafted_pairs = (values[::-1].cumsum()[::-1] for values in (lengths, pairs))
         all_pairs = count_pairs(num_known, num_tokens)
         full = float(self.costs.computing(active, all_pairs))
@@ -124,7 +132,8 @@ class CostModel:
             (1 + of_new) * (all_pairs - grafted_pairs),
         )
         reuse = self.costs.grafting(new, new_pairs, grafted, grafted_pairs, of_grafted)
-        behind = num_tokens - starts - grafted  # new text that becomes approximate
+        # New text behind the first graft becomes approximate.
+        behind = num_tokens - starts - grafted
         lost = (
             self.costs.computing(behind, count_pairs(starts, num_tokens) - grafted_pairs)
             - self.costs.pass_s
@@ -139,8 +148,11 @@ class CostModel:
         return list(matches[best:]), CostEstimate(full, float(reuse[best]))
 
     def learn(self, policy: str, num_recovered: float, num_grafted: int, num_new: int) -> None:
-        """A recovery of num_grafted tokens has computed as much, beside num_new, as so many tokens
-        in all layers. By TOKENS alone all policies are alike."""
+        """Add a recovery of num_grafted tokens that computed num_recovered tokens in all layers, in
+        addition to num_new.
+
+        Nothing is learned with TOKENS, where all policies cost the same.
+        """
         if num_grafted and self.costs != TOKENS:
             self.work[policy] = work = self.work.pop(policy, Work())
             work.learn(num_recovered, num_grafted, num_new)

@@ -1,4 +1,4 @@
-"""What is in the pages of a pool and can be grafted."""
+"""Index of the page contents that prompts can graft from."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,16 +14,16 @@ from kvgraft.segments.table import IsWhole
 
 
 class ReuseIndex:
-    """Finds known text for prompts, and registers what requests have computed.
+    """Finds known text for prompts, and registers blocks that requests have computed.
 
     Args:
-        max_depth: of what is grafted from: 0 is exact content only, d + 1 what was computed over
-            grafts of depth d. MAX_DEPTH is no limit.
-        require_clean_context: graft only text that stood at the beginning of what it was read in.
-        similarity, anchors: of near-duplicates, see `SegmentIndex`.
+        max_depth: greatest depth of KV that is grafted from: 0 is exact content only, d + 1 was
+            computed over grafts of depth d. MAX_DEPTH is no limit.
+        require_clean_context: graft only text that stood at the beginning of its source.
+        similarity, anchors: settings of near-duplicates, see `SegmentIndex`.
 
     Attributes:
-        is_whole: which pages have the KV of all heads, if some heads lose theirs before.
+        is_whole: function that tests which pages have the KV of all heads; None if all pages do.
     """
 
     def __init__(
@@ -42,17 +42,17 @@ class ReuseIndex:
         self.require_clean_context = require_clean_context
 
     def __len__(self) -> int:
-        """Blocks that are registered, live and stale."""
+        """Registered blocks, live and stale."""
         return len(self.segments.blocks)
 
     @property
     def num_too_deep(self) -> int:
-        """Tokens of the last prompt that are known, but only at a depth beyond `max_depth`."""
+        """Tokens of the last prompt that are known only at a depth beyond `max_depth`."""
         return self.segments.blocks.num_too_deep
 
     @property
     def knows_similar(self) -> bool:
-        """Whether near-duplicates are found."""
+        """Return whether the index finds near-duplicates."""
         return self.segments.similar is not None
 
     def query(
@@ -68,7 +68,7 @@ class ReuseIndex:
 
         Args:
             tokens, scopes, free, similar: see `MatchQuery`.
-            whole: use only text of which all heads hold their KV.
+            whole: use only text whose KV all heads hold.
         """
         return MatchQuery(
             tokens,
@@ -81,7 +81,7 @@ class ReuseIndex:
         )
 
     def match(self, query: MatchQuery) -> list[Match]:
-        """Return what of a prompt can be grafted: `SegmentIndex.match`, with `Match.reading`."""
+        """Return the matches that can be grafted: `SegmentIndex.match`, with `Match.reading`."""
         return self.readings.label(self.segments.match(query))
 
     def clear(self) -> None:
@@ -90,8 +90,8 @@ class ReuseIndex:
         self.readings = Readings()
 
     def take_lost(self) -> int:
-        """Blocks that prompts would have grafted, had they not been reclaimed; since the last
-        call."""
+        """Return the number of blocks that prompts would have grafted if they had not been
+        reclaimed, since the last call."""
         lost, self.segments.blocks.num_lost = self.segments.blocks.num_lost, 0
         return lost
 
@@ -107,12 +107,12 @@ class ReuseIndex:
         """Register the blocks of a request that were not registered before.
 
         Args:
-            tokens: of all its n full blocks, int64 [n * block_size].
-            pages: where they are, int64 [n].
+            tokens: tokens of all its n full blocks, int64 [n * block_size].
+            pages: their pages, int64 [n].
             depths: int [n], see `BlockProvenance.depths`. Blocks beyond `max_depth` are known, but
-                nobody grafts from them.
-            unlimited: register blocks even where enough others hold the content (what is pinned
-                outlives them).
+                no prompt grafts from them.
+            unlimited: register blocks even if enough others hold the content, since pinned pages
+                outlive those.
         """
         first, stop, size = offer.num_registered, len(pages), self.pool.block_size
         if first >= stop:
@@ -143,8 +143,12 @@ class ReuseIndex:
     def register(
         self, tokens: np.ndarray, pages: Sequence[int], source: int, source_start: int, scope: bytes
     ) -> list[bool]:
-        """Let exact blocks that came from elsewhere be grafted: consecutive ones of one source, in
-        these pages. False for those that are known often enough without them."""
+        """Register exact blocks from elsewhere as graft sources: consecutive blocks of one source,
+        in these pages.
+
+        Returns:
+            For each block whether it was registered; False if enough others hold its content.
+        """
         where, versions = np.asarray(pages, np.int64), self.pool.versions_of(pages)
         ids = self.segments.insert(
             tokens, where, versions, source=source, source_start=source_start, scope=scope
@@ -154,14 +158,15 @@ class ReuseIndex:
 
 
 def wants_similar(match: object, *, offered: bool, how: str) -> bool:
-    """Whether a request that asks for this matching (`exact`, `similar`, None: what is offered)
-    gets near-duplicates.
+    """Return whether a request gets near-duplicates.
 
     Args:
-        how: what to do so that they are offered, for the message.
+        match: setting of the request: `exact`, `similar`, or None for the default of the host.
+        offered: whether the host finds near-duplicates.
+        how: how to enable them, for the message.
 
     Raises:
-        ValueError: it asks for what does not exist, or is not offered.
+        ValueError: the setting does not exist, or is not offered.
     """
     if match not in (None, "exact", "similar"):
         raise ValueError(f"match must be 'exact' or 'similar', got {match!r}")

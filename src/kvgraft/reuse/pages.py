@@ -1,5 +1,5 @@
-"""A page pool as reuse sees it: the native engine's own (`kv/pages.py`) and vLLM's (`vllm/pool.py`)
-satisfy it."""
+"""Protocol of a page pool. The native engine's pool (`kv/pages.py`) and vLLM's (`vllm/pool.py`)
+implement it."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -20,14 +20,13 @@ class Pages(PinnablePages, Protocol):
     def num_free(self) -> int: ...
     def allocate(self, count: int) -> list[int]: ...
     def keep(self, pages: Sequence[int]) -> None:
-        """Mark content as worth finding again: it outlives its last reference until it is
-        reclaimed."""
+        """Mark content as reusable: it outlives its last reference until it is reclaimed."""
 
     def forget(self, pages: Sequence[int]) -> None:
-        """Let nobody find what these pages hold; free ones are the next to be reclaimed."""
+        """Hide the content of these pages from lookups. Free ones are the next to be reclaimed."""
 
     def versions_of(self, pages: Sequence[int]) -> np.ndarray:
-        """int64 [n]: version of the content of each page."""
+        """Return the version of the content of each page: int64 [n]."""
 
     def is_live(self, pages: np.ndarray, versions: np.ndarray) -> np.ndarray:
-        """bool [n]: whether each page still holds what it held under that version."""
+        """Return whether each page still holds the content of that version: bool [n]."""

@@ -1,4 +1,5 @@
-"""What one request leaves behind for others to reuse, and how much of it they know of."""
+"""Provenance of a request's blocks: their depths, the text they were computed behind, and what is
+registered or stored of them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,17 +22,15 @@ class BlockProvenance:
 
     Attributes:
         scope: digest of model and namespace, the root of every key of its content.
-        source: number of this token sequence, of no other one.
+        source: unique number of this token sequence.
         first_approximate: position from which its KV may differ from full recomputation.
-        steps: (position, depth) of what it rests on: from that position on its KV has at least this
-            depth.
-        spans: what it was read behind, see `Readings.add`.
-        num_registered: leading blocks that were offered; `last_entry` is the index entry of the
-            last of them.
-        num_stored: leading blocks that the store was given.
+        steps: (position, depth) pairs: from that position on its KV has at least this depth.
+        spans: text of other sources that it was computed behind, see `Readings.add`.
+        num_registered: leading blocks that are registered in the index; `last_entry` is the index
+            entry of the last of them.
+        num_stored: leading blocks that were given to the store.
         num_entries: index entries that it has added.
-        approximate_pages: those of its pages that others may graft from although they are
-            approximate.
+        approximate_pages: its approximate pages that others may graft from.
     """
 
     scope: bytes
@@ -51,8 +50,7 @@ class BlockProvenance:
             self.source = next(_numbers)
 
     def chains(self, tokens: Sequence[int] | np.ndarray, block_size: int) -> list[bytes]:
-        """`chain_hashes` of its first tokens, whose blocks are hashed once however often they are
-        asked for."""
+        """Return `chain_hashes` of its first tokens. Each block is hashed once and cached."""
         known, count = self._chains, len(tokens) // block_size
         if count > len(known):
             new = np.array(tokens[len(known) * block_size : count * block_size], np.int64)
@@ -60,15 +58,15 @@ class BlockProvenance:
         return known[:count]
 
     def reset(self, num_exact: int = NEVER) -> None:
-        """It rests on nothing approximate; behind its first num_exact tokens its KV is approximate
-        anyway."""
+        """Clear all steps and spans. KV behind the first num_exact tokens still counts as
+        approximate."""
         self.steps, self.spans, self.first_approximate = (), (), num_exact
 
     def mark_approximate(
         self, steps: Iterable[tuple[int, int]], spans: Iterable[Span] = ()
     ) -> None:
-        """From these positions on its KV has at least these depths; it was read behind these
-        spans."""
+        """Note that its KV has at least these depths from these positions on, and was computed
+        behind these spans."""
         known = ((position, min(depth, MAX_DEPTH)) for position, depth in steps)
         self.steps, self.spans = (*self.steps, *known), (*self.spans, *spans)
         self.first_approximate = min(
@@ -76,22 +74,25 @@ class BlockProvenance:
         )
 
     def restart(self) -> None:
-        """Its blocks have been given back, and it will have others; what was stored stays
+        """Forget which blocks are registered, after its pages were released. Stored blocks stay
         stored."""
         self.num_registered, self.last_entry = 0, -1
         self.approximate_pages.clear()
 
     @property
     def depth(self) -> int:
-        """The greatest that it rests on."""
+        """Greatest depth of its KV."""
         return max((depth for _, depth in self.steps), default=0)
 
     def depths(
         self, num_blocks: int, block_size: int, hits: np.ndarray | None = None
     ) -> np.ndarray:
-        """How far its first blocks are from exact KV, int16 [num_blocks]: 0 for those that end
-        before the first graft, and for exact `hits` bool [h] behind it; d + 1 behind grafts of
-        depth d, or behind what it goes on with."""
+        """Return the depths of its first blocks, int16 [num_blocks].
+
+        The depth is 0 for blocks that end before the first graft, and for exact `hits` bool [h]
+        behind it. It is d + 1 behind grafts of depth d, and at least that of the blocks it
+        continues from.
+        """
         found = np.zeros(num_blocks, np.int16)
         for position, depth in (*self.steps, (self.first_approximate, 1)):
             found[position // block_size :] = np.maximum(found[position // block_size :], depth)
@@ -107,10 +108,10 @@ class BlockProvenance:
         first_source: int,
         chunk_blocks: int,
     ) -> Iterator[tuple[Chunk, slice]]:
-        """What the store does not have yet of the blocks of `tokens` int64 [n * block_size]: chunks
-        of exact ones, and which blocks each has.
+        """Yield chunks of exact blocks that the store does not have yet, with the blocks of each.
 
         Args:
+            tokens: int64 [n * block_size].
             is_exact: bool [n].
             first_source: number from which this process counts its sources.
         """

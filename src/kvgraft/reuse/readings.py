@@ -1,8 +1,10 @@
-"""Which texts have been read in one prompt: their KV tells them apart (docs/results/alike.md).
+"""Texts that were read in one prompt: only their KV distinguishes similar ones
+(docs/results/alike.md).
 
-Text is read once and grafted from there into prompts with other text, behind which new text is
-read. The new text has been read together with all that, though nothing but it was computed in this
-prompt."""
+Text is computed once and grafted into prompts with other text, behind which new text is computed.
+That new text was then read together with all of the grafts, although this prompt computed only the
+new text.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -13,16 +15,18 @@ from kvgraft.segments.matches import Match
 
 Span = tuple[int, int, int]  # a source, and the positions [start, stop) in it
 WHOLE = 1 << 31  # a position behind every token
-CAPACITY = 1 << 15  # sources that are remembered
-LEAST_SHARE = 0.5  # of a match, that was read together with another
+# Number of sources that are remembered.
+CAPACITY = 1 << 15
+# Share of a match that must have been read together with another match.
+LEAST_SHARE = 0.5
 
 
 class Readings:
-    """What each source was read behind."""
+    """Spans of other sources that each source was read behind."""
 
     def __init__(self) -> None:
         self._behind: dict[int, np.ndarray] = {}  # source -> spans int64 [n, 3]
-        # by page: its version, and the source that computed it
+        # For each page: its version, and the source that computed it.
         self._held = np.full((0, 2), -1, np.int64)
 
     def note(
@@ -34,8 +38,10 @@ class Readings:
         first: int,
         block_size: int,
     ) -> None:
-        """Note what a source has in these pages int64 [n] of these versions, from its block `first`
-        on: what others have computed is its prefix. As for spans, see `add`."""
+        """Note the pages int64 [n] of a source in these versions, from its block `first` on.
+
+        Pages that others have computed are its prefix. For spans see `add`.
+        """
         if len(pages) and len(self._held) <= pages.max():
             more = np.full((2 * int(pages.max()) + 2 - len(self._held), 2), -1, np.int64)
             self._held = np.vstack([self._held, more])
@@ -57,8 +63,10 @@ class Readings:
             self.add(source, (*spans, *prefix))
 
     def add(self, source: int, spans: Iterable[Span]) -> None:
-        """Note that a source was read behind these spans of others; behind a whole source, behind
-        all that this was read behind, too."""
+        """Note that a source was read behind these spans of others.
+
+        A span that is a whole source includes all spans that this source was read behind.
+        """
         rows = np.array(list(spans), np.int64).reshape(-1, 3)
         whole = rows[rows[:, 2] == WHOLE, 0].tolist()
         self._behind[source] = np.unique(
@@ -68,8 +76,8 @@ class Readings:
             del self._behind[next(iter(self._behind))]
 
     def label(self, matches: Sequence[Match]) -> list[Match]:
-        """Return the matches with equal `reading` where all of them have been read together, taken
-        in this order."""
+        """Return the matches, in this order, with equal `reading` if all of them were read
+        together."""
         sources, of = np.unique([match.source for match in matches], return_inverse=True)
         if len(sources) < 2:
             return list(matches)
@@ -87,8 +95,11 @@ class Readings:
     def _together(
         self, matches: Sequence[Match], sources: np.ndarray, of: np.ndarray
     ) -> np.ndarray:
-        """Return which matches have been read together, bool [n, n]: those of one source, and each
-        of which the other's source was read behind."""
+        """Return which matches have been read together, bool [n, n].
+
+        These are matches of one source, and pairs in which one source was read behind the other
+        match.
+        """
         starts = np.array([match.source_start for match in matches], np.int64)
         lengths = np.array([match.length for match in matches], np.int64)
         spans = [self._of(source) for source in sources.tolist()]
@@ -115,7 +126,7 @@ class Readings:
 
 
 def spans_of(matches: Iterable[Match]) -> list[Span]:
-    """Where matches were read."""
+    """Return the spans of the sources of matches."""
     return [
         (match.source, match.source_start, match.source_start + match.length) for match in matches
     ]

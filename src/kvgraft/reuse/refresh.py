@@ -1,4 +1,4 @@
-"""Text that is known only approximately, and grafted all the same: what to read anew, exactly,
+"""Idle refresh: choose text that is grafted but known only approximately, to recompute it exactly
 while nothing else runs."""
 
 from collections.abc import Iterator, Sequence
@@ -10,14 +10,17 @@ from kvgraft.methods import require_share
 from kvgraft.reuse.index import ReuseIndex
 from kvgraft.segments.table import EntryTable
 
-LEAST_USES = 1  # of a block before it is read anew, and again before it is read once more
-LEAST_TOKENS = 64  # of a text: shorter ones would cut what is grafted into pieces
-NAMESPACES = 4096  # that are remembered: those that grafted last
+# Grafts of a block before it is refreshed, and between two refreshes.
+LEAST_USES = 1
+# Shortest text to refresh; shorter ones would split grafts into pieces.
+LEAST_TOKENS = 64
+# Number of namespaces that are remembered, the most recent ones.
+NAMESPACES = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class TextToRead:
-    """Tokens int64 [n], whole blocks, and the namespace whose they are."""
+    """Tokens int64 [n] of whole blocks, and the namespace that owns them."""
 
     namespace: str
     tokens: np.ndarray
@@ -25,7 +28,7 @@ class TextToRead:
 
 @dataclass
 class Allowance:
-    """How much may be read anew: at most a share of the prompt tokens that requests have
+    """Budget of the idle refresh: at most a share of the prompt tokens that requests have
     brought."""
 
     share: float
@@ -37,27 +40,30 @@ class Allowance:
 
     @property
     def left(self) -> int:
-        """Tokens."""
+        """Tokens that may still be refreshed."""
         return int(self.share * self.num_brought) - self.num_read
 
 
 class Refresh:
-    """Counts what is grafted, and says what of it should be exact.
+    """Counts grafts by page, and chooses the text that should become exact.
 
-    A run of blocks that were computed over grafts, one after the other in one prompt, and that
-    others have grafted from since, is read anew if no exact KV of the same content is known in its
-    namespace. Read as a prompt of its own it is registered at depth 0, which matching prefers; and
-    it carries nobody else's context."""
+    Candidates are runs of blocks that were computed over grafts, one after the other in one prompt,
+    and that others have grafted from. A run is refreshed if its namespace knows no exact KV of the
+    same content. Recomputed as a prompt of its own, the text is registered at depth 0, which
+    matching prefers, and depends on no other text.
+    """
 
     def __init__(self, index: ReuseIndex) -> None:
         self._index = index
-        # by page, of the content of that version
+        # Grafts of each page in that version of its content.
         self._uses = np.zeros(index.pool.num_pages + 1, np.int32)
         self._versions = np.zeros(index.pool.num_pages + 1, np.int64)
-        self._namespaces: dict[bytes, str] = {}  # by scope, the last one that grafted last
+        # By scope, the most recent one last.
+        self._namespaces: dict[bytes, str] = {}
 
     def note(self, scope: bytes, namespace: str, pages: Sequence[int]) -> None:
-        """A request of this namespace grafts from these distinct pages, which are held."""
+        """Count a request of this namespace that grafts from these distinct pages. The caller must
+        hold the pages."""
         self._namespaces.pop(scope, None)
         self._namespaces[scope] = namespace
         if len(self._namespaces) > NAMESPACES:
@@ -68,11 +74,13 @@ class Refresh:
         self._uses[where] += 1
 
     def choose(self, most_tokens: int, longest: int) -> TextToRead | None:
-        """The text whose approximate blocks are grafted from most, if there is one of at most so
-        many tokens. It is not chosen again before it has been used again.
+        """Return the text of at most `most_tokens` tokens whose approximate blocks are grafted from
+        most, or None.
+
+        It is not chosen again before it has been used again.
 
         Args:
-            longest: tokens that a prompt may have; a text that is longer is cut.
+            longest: greatest number of tokens in a prompt; a longer text is cut.
         """
         entries, size = self._entries, self._index.pool.block_size
         for run in sorted(self._runs(), key=self._value, reverse=True):
@@ -90,8 +98,11 @@ class Refresh:
         return self._index.segments.blocks.entries
 
     def _runs(self) -> Iterator[np.ndarray]:
-        """Entries of consecutive blocks of a source that are approximate, live and used, int32 [n];
-        at either end is one whose content is not known exactly."""
+        """Yield runs of entries of one source that are consecutive, approximate, live and used:
+        int32 [n].
+
+        The first and the last entry of a run have content that is not known exactly.
+        """
         entries = self._entries
         ids = entries.held()
         ids = ids[(entries.depth[ids] > 0) & (self._uses_of(ids) >= LEAST_USES)]
@@ -105,7 +116,7 @@ class Refresh:
                 yield run[wanted[0] : wanted[-1] + 1]
 
     def _value(self, run: np.ndarray) -> int:
-        """How often blocks were grafted that are not known exactly."""
+        """Number of grafts from blocks whose content is not known exactly."""
         return int(self._uses_of(run)[~self._is_exact(run)].sum())
 
     def _uses_of(self, ids: np.ndarray) -> np.ndarray:
@@ -113,7 +124,7 @@ class Refresh:
         return np.where(self._versions[pages] == self._entries.version[ids], self._uses[pages], 0)
 
     def _is_exact(self, ids: np.ndarray) -> np.ndarray:
-        """Whether exact KV of the same content is known in the same scope, bool [n]."""
+        """Return whether exact KV of the same content is known in the same scope, bool [n]."""
         entries = self._entries
         rows, others = entries.beside(ids)
         same = (entries.depth[others] == 0) & entries.is_same(others, ids[rows])
@@ -122,5 +133,5 @@ class Refresh:
         return exact
 
     def _namespace(self, run: np.ndarray) -> str | None:
-        """Whose text it is; None if that is not remembered."""
+        """Namespace that owns the run's text; None if it is not remembered."""
         return self._namespaces.get(self._entries.scope[run[0]].tobytes())

@@ -1,4 +1,5 @@
-"""What a prompt wants of the tiers below the pool, and how it becomes known again."""
+"""Stored blocks that a prompt needs from the tiers below the pool, and their registration after
+they are restored."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -11,14 +12,14 @@ from kvgraft.segments.store import consecutive
 
 
 class Stored(Protocol):
-    """What says what is stored: `SegmentStore`, or a `ChunkIndex` of what others store."""
+    """Index of stored blocks: `SegmentStore`, or a `ChunkIndex` of chunks that others store."""
 
     def prefix(self, chain_keys: Sequence[bytes], scope: bytes) -> list[int]: ...
     def match(self, query: MatchQuery) -> list[Match]: ...
 
 
 class RestoredBlock(Protocol):
-    """A block that came back: its tokens int32 [block_size], whose it is, and where it stood."""
+    """A restored block: its tokens int32 [block_size], its scope, and its place in its source."""
 
     @property
     def tokens(self) -> np.ndarray: ...
@@ -38,12 +39,13 @@ def wanted_exact(
     *,
     contiguous: bool,
 ) -> dict[int, int]:
-    """Numbers of stored blocks that are exact blocks of a prompt -> which.
+    """Map numbers of stored blocks to the blocks of a prompt that they are exactly.
 
     Args:
         chains: `chain_hashes` of its blocks.
         missing: blocks that the pool does not hold, ascending.
-        contiguous: only as far as one follows the other, for hosts whose prefix hits have no gaps.
+        contiguous: stop at the first block that is not stored, for hosts whose prefix hits have no
+            gaps.
     """
     block_of: dict[int, int] = {}
     blocks = list(missing)
@@ -66,8 +68,11 @@ def wanted_grafts(stored: Stored, query: MatchQuery) -> list[int]:
 def register_restored(
     index: ReuseIndex, blocks: Sequence[RestoredBlock], pages: Sequence[int]
 ) -> list[bool]:
-    """Let blocks that have come back into these pages be grafted, by those who may read their
-    scopes. False for those that are known often enough."""
+    """Register restored blocks in these pages as graft sources, in their scopes.
+
+    Returns:
+        For each block whether it was registered; False if enough others hold its content.
+    """
     registered = [False] * len(blocks)
     order = sorted(
         range(len(blocks)),
