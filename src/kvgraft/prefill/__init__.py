@@ -1,5 +1,6 @@
-"""How a plan is recovered."""
+"""Prefill: plans, and the policies that recover them."""
 
-DEFAULT_POLICY = "spread"  # of requests that name none; docs/results/real-model.md says why
+# Policy of requests that name none; docs/results/real-model.md says why.
+DEFAULT_POLICY = "spread"
 # costs that are measured when a server or an engine starts
 MEASURED = "measured"

@@ -1,8 +1,9 @@
-"""What a policy may ask of a host: the host protocol.
+"""The host protocol: operations that a host offers to policies.
 
 A policy never sees block tables, cache layouts or model classes. A host (the native engine, vLLM)
-implements `PrefillContext` once; every policy then runs on it, for one prompt or a batch of prompts
-laid end to end."""
+implements `PrefillContext` once. Every policy then runs on it, for one prompt or a batch of prompts
+end to end.
+"""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -25,14 +26,14 @@ Heads = tuple[bool, ...]  # KV heads of a layer
 
 @dataclass(frozen=True, eq=False)
 class Hidden:
-    """Hidden states of some tokens: `states` [n, D], one row for each set position of `where` bool
-    [T], in order."""
+    """Hidden states of some tokens: `states` [n, D] has one row for each set position of `where`
+    bool [T], in order."""
 
     states: Tensor
     where: Tensor
 
     def only(self, where: Tensor) -> "Hidden":
-        """The rows of a subset of these tokens."""
+        """Return the rows of a subset of these tokens."""
         if bool((where & ~self.where).any()):
             raise ValueError(
                 "these tokens have no hidden state here: a layer can only drop tokens, never add "
@@ -43,11 +44,11 @@ class Hidden:
         return Hidden(states[rows], where)
 
     def with_states(self, states: Tensor) -> "Hidden":
-        """The same tokens, one layer further."""
+        """Return the same tokens with other states, such as those of the next layer."""
         return replace(self, states=states)
 
     def joined(self, other: "Hidden") -> "Hidden":
-        """These tokens and others at the same layer; ValueError if some are in both."""
+        """Join these tokens and others at the same layer; ValueError if some are in both."""
         if bool((self.where & other.where).any()):
             raise ValueError("some tokens are in both: which of their states counts?")
         where = self.where | other.where
@@ -62,18 +63,17 @@ class PrefillContext(ABC):
     """One prefill pass over the prompts of `plan`.
 
     Attributes:
-        plan: which tokens are prefix, grafted, fresh.
+        plan: kind of each token: prefix, grafted or fresh.
         token_ids: int64 [T], of the prompts of `plan`.
-        num_layers: of the model.
-        num_kv_heads: that this context has queries, keys and values of; other ranks may have others
-            (`over_heads`).
+        num_layers: layers of the model.
+        num_kv_heads: KV heads of this context. Other ranks may have others (`over_heads`).
         block_size: tokens in a block.
         head_map: classes of the model's KV heads, if the host has them.
-        head_paging: whether local heads keep sinks and a window only, so that answers are those of
-            the model by head.
-        residual_layers: layers of which the host keeps the residual stream that enters them.
-        local_layers: layers whose queries see a window that some prompt is longer than.
-        counts: of each prompt what a policy wants counted, by name; the host reports it.
+        head_paging: whether local heads keep only sinks and a window, so that answers are those of
+            the sparser model.
+        residual_layers: layers whose input residual stream the host caches.
+        local_layers: layers whose queries see only a window, if some prompt is longer than it.
+        counts: per prompt, counters of the policy by name, which the host reports.
     """
 
     plan: Plan
@@ -89,14 +89,14 @@ class PrefillContext(ABC):
 
     @property
     def scoring_layers(self) -> list[int]:
-        """Layers whose attention tells what a prompt needs: those that see all of it, if there are
-        any."""
+        """Layers whose attention may choose tokens: those that see the whole prompt, or all layers
+        if there are none."""
         layers = range(self.num_layers)
         return [index for index in layers if index not in self.local_layers] or list(layers)
 
     @abstractmethod
     def embed(self, where: Tensor) -> Hidden:
-        """Embeddings of the tokens in `where` bool [T]."""
+        """Compute the embeddings of the tokens in `where` bool [T]."""
 
     @abstractmethod
     def graft(self, layers: range) -> None:
@@ -104,33 +104,42 @@ class PrefillContext(ABC):
 
     @abstractmethod
     def layer(self, index: int, hidden: Hidden, spreading: Spreading | None = None) -> Hidden:
-        """One decoder layer for these tokens: compute and store their KV, attend causally to the
-        whole prompt.
+        """Run one decoder layer for these tokens: compute and store their KV, attend causally to
+        the whole prompt.
 
         Args:
-            spreading: applies the KV change of some of these tokens to other grafted tokens, before
-                these attend. The layer needs no `graft` then. Not every host has it.
+            spreading: applies the KV change of some of these tokens to other grafted tokens before
+                these attend. The layer then needs no `graft`. Not every host supports it.
         """
 
     @abstractmethod
     def project(self, index: int, hidden: Hidden) -> None:
-        """Only the first step of `layer`: compute queries, keys, values of these tokens and store
-        the KV."""
+        """Run only the first step of `layer`: compute queries, keys and values of these tokens, and
+        store the KV."""
 
     def project_heads(self, index: int, hidden: Hidden, reused: Heads, kept: Tensor) -> None:
-        """As `project`, but the KV heads in `reused` keep what was grafted of the tokens in `kept`
-        bool [T] (RedKnot 4.2). Not every host has it."""
+        """Project like `project`, but keep grafted KV in the heads `reused` for the tokens in
+        `kept` bool [T] (RedKnot 4.2).
+
+        Not every host supports it.
+        """
         raise NotImplementedError("this host has no head-wise recovery")
 
     def attend(self, index: int, hidden: Hidden, local: Heads) -> Hidden:
-        """The second step of `layer`, after a projection of these tokens: attention, its output
-        added. The KV heads in `local` see the sinks and the window of the head map. Not every host
-        has it."""
+        """Run the second step of `layer` after a projection of these tokens: add the attention
+        output.
+
+        The KV heads in `local` see the sinks and the window of the head map. Not every host
+        supports it.
+        """
         raise NotImplementedError("this host has no head-wise recovery")
 
     def feed_forward(self, index: int, hidden: Hidden, where: Tensor) -> Hidden:
-        """The last step of `layer`: the FFN of the tokens in `where` bool [T]; the others pass by
-        it (RedKnot 4.2). Not every host has it."""
+        """Run the last step of `layer`, the FFN, for the tokens in `where` bool [T]; the others
+        skip it (RedKnot 4.2).
+
+        Not every host supports it.
+        """
         raise NotImplementedError("this host has no head-wise recovery")
 
     @abstractmethod
@@ -139,57 +148,74 @@ class PrefillContext(ABC):
 
     @abstractmethod
     def keys(self, index: int, where: Tensor) -> Tensor:
-        """The cache as it stands, rotated keys of the tokens in `where`: [n, Hkv, d]."""
+        """Current rotated keys in the cache of the tokens in `where` bool [T]: [n, Hkv, d]."""
 
     @abstractmethod
     def kv(self, index: int, where: Tensor) -> tuple[Tensor, Tensor]:
-        """The same with the values: [n, Hkv, d] each."""
+        """Current rotated keys and values of the tokens in `where` bool [T]: [n, Hkv, d] each."""
 
     def rotate_keys(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
-        """What gives a layer's rotated keys [n, Hkv, d], or differences of such, as they are so
-        many positions int64 [n] further on (delta-RoPE, SparseX 3.1). Not every host has it."""
+        """Return a function that moves rotated keys of a layer by `shifts` int64 [n] positions
+        (delta-RoPE, SparseX 3.1).
+
+        The function takes a layer index and keys [n, Hkv, d], or differences of keys. Not every
+        host supports it.
+        """
         raise NotImplementedError("this host turns no keys")
 
     def add(self, index: int, where: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Change the cache: add rotated keys and values [n, Hkv, d] to those of the grafted tokens
-        in `where` bool [T]. Not every host has it."""
+        """Add rotated keys and values [n, Hkv, d] to the cached ones of the grafted tokens in
+        `where` bool [T].
+
+        Not every host supports it.
+        """
         raise NotImplementedError("this host lets policies change no KV")
 
     def over_heads(self, values: Tensor, reduction: Reduction = "sum") -> Tensor:
-        """Floats that were summed over the heads here, or are the greatest of theirs -> over all
-        heads of the model, the same on every rank: so all choose alike."""
+        """Reduce floats that cover this rank's heads over all heads of the model.
+
+        The result is the same on every rank, so that all ranks choose the same tokens.
+        """
         return values
 
     @abstractmethod
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
-        """Sparse-Q scores, float32 [T]: for every key the softmax attention that it receives from
-        the tokens in `queries` bool [T], summed over them and over heads (SparseX Eq. 1 and 2), or
-        the greatest of them. Uses the queries of the last `layer` or `project` call, which must
-        have been at this layer and have included them."""
+        """Sparse-Q scores, float32 [T]: the softmax attention that every key receives from
+        `queries` bool [T].
+
+        They are summed over queries and heads (SparseX Eq. 1 and 2), or their maximum is taken. The
+        queries are those of the last `layer` or `project` call, which must have been at this layer
+        and have included these tokens.
+        """
 
     def residual(self, index: int, where: Tensor) -> Hidden:
-        """What entered the layer `index`, one of `residual_layers`, when the grafted tokens in
-        `where` bool [T] were computed at their source (cross-query reuse). Needs a graft first. Not
-        every host has it."""
+        """Cached hidden states that entered the layer `index` when the tokens in `where` bool [T]
+        were computed at their source.
+
+        The layer must be one of `residual_layers`, and the tokens grafted before the call
+        (cross-query reuse). Not every host supports it.
+        """
         raise NotImplementedError("this host keeps no residual stream")
 
     def logits(self, hidden: Hidden) -> Tensor:
         """Logits after each of these tokens, which have left the last layer: float32 [n, V]. Not
-        every host has it."""
+        every host supports it."""
         raise NotImplementedError("this host gives policies no logits")
 
     def reject(self, where: Tensor) -> None:
-        """Count that the grafted tokens in `where` bool [T] were not to be trusted, and have been
+        """Count grafted tokens in `where` bool [T] that the policy did not trust and has
         computed."""
         raise NotImplementedError("this host does not count what policies reject")
 
     def run(
         self, layers: Iterable[int], hidden: Hidden, spreading: Spreading | None = None
     ) -> Hidden:
-        """Run these layers, one after the other, each as `layer` does.
+        """Run these layers one after the other, each like `layer`.
 
-        `hidden` must be what `embed` or a layer has returned for these tokens: a host may compute
-        it again."""
+        Args:
+            hidden: must be what `embed` or a layer has returned for these tokens, since a host may
+                compute it again.
+        """
         for index in layers:
             hidden = self.layer(index, hidden, spreading)
         return hidden
@@ -197,21 +223,22 @@ class PrefillContext(ABC):
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """A way to recover a plan. One method, one file, one frozen dataclass whose fields are its
-    options."""
+    """A way to recover a plan. Each method is one file and one frozen dataclass whose fields are
+    its options."""
 
     name: ClassVar[str]
     uses_grafts: ClassVar[bool] = True  # False: plans reach this policy without grafts
-    # False: it computes what local heads have lost of a grafted token
+    # False: it computes the KV of grafted tokens that local heads have lost
     grafts_local_heads: ClassVar[bool] = True
-    # False: KV that an earlier prompt left in place is as good as it gets
+    # False: it does not recompute grafted KV that an earlier prompt left in place
     recovers_in_place: ClassVar[bool] = True
-    needs_head_map: ClassVar[bool] = False  # True: it works head by head, which only some hosts can
-    # or "similar": how prompts are matched, unless the user says otherwise
+    # True: it works head by head, which only some hosts support
+    needs_head_map: ClassVar[bool] = False
+    # "exact" or "similar": default matching of prompts
     match: ClassVar[str] = "exact"
 
     def __str__(self) -> str:
-        """`name:option=value,...`, which `parse_policy` reads."""
+        """Return `name:option=value,...`, which `parse_policy` reads."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         unused = {
             layers_share(name)
@@ -224,15 +251,14 @@ class Policy(ABC):
         return f"{self.name}:{options}" if options else self.name
 
     def residual_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Layers of which it needs the residual stream that enters them."""
+        """Layers whose input residual stream the policy needs."""
         return ()
 
     @abstractmethod
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Compute what must be computed; the returned rows must include the last token of every
-        prompt."""
+        """Compute fresh tokens and the grafted ones that the policy chooses. The result must
+        include the last token of every prompt."""
 
     def recompute(self, ctx: PrefillContext) -> Hidden:
-        """What runs instead where nothing is grafted: full recomputation of everything that is no
-        exact hit."""
+        """Recompute everything except exact hits. Hosts call it for prompts without grafts."""
         return ctx.run(range(ctx.num_layers), ctx.embed(ctx.plan.active))

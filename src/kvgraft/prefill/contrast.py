@@ -1,10 +1,11 @@
-"""Find the tokens that tell apart segments with the same wording.
+"""Find tokens that distinguish segments with the same wording.
 
 A model binds a value to its entity by the order in which the entities appear in the prompt (Feng
 and Steinhardt, "How do Language Models Bind Entities in Context?", 2023). A segment that was read
-alone was the first of its prompt, and so was every other one: after a graft, their bindings
-collide. Segments on different topics are still told apart by their words. Segments with the same
-wording and different values are not (docs/results/alike.md)."""
+alone was the first of its prompt, and so was every other one. After a graft, their bindings
+collide. Segments on different topics still differ in their words. Segments with the same wording
+and different values do not (docs/results/alike.md).
+"""
 
 from collections.abc import Iterable
 
@@ -23,41 +24,44 @@ VALUE_TOKENS = 4  # the longest value that is found although some segments share
 CONTEXT_TOKENS = 3, 2  # tokens before and behind such a value that must be equal
 NEAR_TOKENS = 3  # recomputed on each side of a slot
 START_TOKENS = 4  # recomputed at the start of each segment that has a slot
-# of the candidates' tokens; where more would be recomputed, all behind the first are
+# Share of the candidates' tokens. If more would be recomputed, all behind the first are.
 MOST_SHARE = 0.45
-# of segments on one subject; with less wording in common, differences tell too little
+# Segments on one subject with less shared wording than this are recomputed as a whole.
 SAME_WORDS_SHARE = 0.4
-# of the distinct tokens of a segment, from which on it is on the subject of the others
+# Share of a segment's distinct tokens that makes it be on the subject of the others.
 SUBJECT_SHARE = 0.2
-SUBJECT_SEGMENTS = 3  # that have one subject, at least
-# of a segment that may be a text of its own; a shorter one is a sentence of some text
+SUBJECT_SEGMENTS = 3  # least number of segments on one subject
+# A segment with fewer tokens is a sentence of some text, not a text of its own.
 TEXT_TOKENS = 24
 _OWN = -1  # the reading of tokens that are not copied
 _FACTOR = np.uint64(6364136223846793005)  # multiplier of the fingerprints
 
 
 def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> Tensor:
-    """Return the copied tokens to recompute so that similar segments are told apart: bool [T].
+    """Return the copied tokens to recompute so that the model can distinguish similar segments:
+    bool [T].
 
-    Shared wording is a run of `WORDING_TOKENS` that occurs again in the same prompt, in text that
-    was read in another prompt and has moved by another distance, or in new text of at least two
-    blocks (less is the edge of a segment). A segment is a candidate if `WORDING_SHARE` of it is
-    shared wording. The candidates of a prompt look alike if at least `alike_share` of their shared
-    wording lies in shared runs of `PHRASE_TOKENS`.
+    Shared wording is a run of `WORDING_TOKENS` that occurs again in the same prompt. The other
+    place must be text that was read in another prompt and has moved by another distance, or new
+    text of at least two blocks (less is the edge of a segment). A segment is a candidate if
+    `WORDING_SHARE` of it is shared wording. The candidates of a prompt look alike if at least
+    `alike_share` of their shared wording lies in shared runs of `PHRASE_TOKENS`.
 
-    Candidates before the first one of another reading keep what is cached, and later ones are
-    recomputed behind them. Those of one reading were read one behind the other (`reuse.readings`).
+    Candidates before the first one of another reading keep their cached KV, and later ones are
+    recomputed behind them. Candidates of one reading were read one behind the other
+    (`reuse.readings`).
 
-    A slot is a run between shared wordings (of more than `SLOT_TOKENS`, only the first
-    `HEAD_TOKENS`), or a value of up to `VALUE_TOKENS` that is replaced by another value in the same
+    A slot is a run between shared wordings (if longer than `SLOT_TOKENS`, only its first
+    `HEAD_TOKENS`), or a value of up to `VALUE_TOKENS` that another value replaces in the same
     context elsewhere. The result is all slots, `NEAR_TOKENS` on each side of them (a slot alone
-    comes out wrong), and the first `START_TOKENS` of each segment with a slot. If that would be
-    more than `MOST_SHARE` of the candidates' tokens, it is all of these that are not kept.
+    gives wrong answers), and the first `START_TOKENS` of each segment with a slot. If that is more
+    than `MOST_SHARE` of the candidates' tokens, the result is all candidates that do not keep their
+    KV.
 
-    Segments can also say the same in other words. `SUBJECT_SEGMENTS` or more have one subject if
-    `SUBJECT_SHARE` of the distinct tokens of each stand once in each of half of all segments. Where
-    less than `SAME_WORDS_SHARE` of them is wording of segments that look alike, all of them behind
-    the first reading are recomputed.
+    Segments can also say the same in other words. `SUBJECT_SEGMENTS` or more segments have one
+    subject if, in each, `SUBJECT_SHARE` of the distinct tokens stand once in each of half of all
+    segments. If less than `SAME_WORDS_SHARE` of their tokens is wording of segments that look
+    alike, all of them behind the first reading are recomputed.
 
     Args:
         token_ids: int64 [T], the prompts of `plan` end to end, on the CPU.
@@ -88,7 +92,7 @@ def _differences(
     candidates: np.ndarray,
     alike_share: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens that tell candidates apart, and the candidates that look alike: bool [T]
+    """Return the tokens that distinguish candidates, and the candidates that look alike: bool [T]
     each."""
     segments = text.segments
     phrases = text.shared(counts, PHRASE_TOKENS)
@@ -110,12 +114,12 @@ def _differences(
 
 
 class _Text:
-    """The tokens of a plan and where each was read.
+    """The tokens of a plan and the place where each was read.
 
     Attributes:
         copied: bool [T], grafted and not in place.
-        segments: int64 [T], the number of each token's stretch: tokens of one prompt that moved as
-            one, or that are not copied.
+        segments: int64 [T], number of each token's segment: tokens of one prompt that moved by one
+            distance, or that are not copied.
     """
 
     def __init__(self, plan: Plan, token_ids: Tensor) -> None:
@@ -146,9 +150,12 @@ class _Text:
         return self._covered(found, found + length)
 
     def behind_another(self, prompt: slice, where: np.ndarray) -> np.ndarray:
-        """Return the tokens of a prompt from the first one in `where`, bool [T], on that has
-        another reading than those before it: bool [n]. Segments of less than `TEXT_TOKENS` are none
-        that could be read alone: sentences that several texts have."""
+        """Return the tokens of a prompt from the first one on whose reading differs from those
+        before it: bool [n].
+
+        Only tokens in `where` bool [T] count. Segments of less than `TEXT_TOKENS` are ignored: they
+        are sentences that several texts share.
+        """
         readings, sizes = self._readings[prompt], np.bincount(self.segments)[self.segments[prompt]]
         where = where[prompt] & (sizes >= TEXT_TOKENS)
         ends = where & (readings != readings[where.argmax()])
@@ -159,8 +166,8 @@ class _Text:
         """Return the tokens of copied segments, of at least two blocks, that have one subject: bool
         [n].
 
-        Words that are rare in a text but stand in most texts of a prompt name what they are about;
-        the frequent ones stand more than once in each.
+        Words that are rare in a text but occur in most texts of a prompt name their subject.
+        Frequent words occur more than once in each text.
         """
         found = np.zeros(prompt.stop - prompt.start, bool)
         counts = np.bincount(self.segments)
@@ -226,7 +233,8 @@ class _Text:
         return found
 
     def _apart(self, groups: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Return which places are in groups with several readings and several moves: bool [n].
+        """Return whether each place is in a group with several readings and several moves: bool
+        [n].
 
         Turns of one conversation have several readings but move together.
         """
@@ -241,9 +249,10 @@ class _Text:
 
 
 def _recurring(fingerprints: np.ndarray) -> np.ndarray:
-    """Return where a fingerprint may occur again: bool [n], true of all that do and of few others.
+    """Return where a fingerprint may occur again: bool [n], true for all that do and for few
+    others.
 
-    Sorting them all, as `_groups` does, would take longer than everything else.
+    Sorting all of them, as `_groups` does, would take longer than everything else.
     """
     bits = len(fingerprints).bit_length() + 4
     buckets = (fingerprints * _FACTOR >> np.uint64(64 - bits)).astype(np.int64)

@@ -1,5 +1,4 @@
-"""Seconds of copying, recovery and prefill: of this model on this machine, measured on its
-layers."""
+"""Measured costs of copying, recovery and prefill, for one model on one machine."""
 
 import json
 import time
@@ -16,7 +15,8 @@ from kvgraft.prefill.context import PrefillContext
 from kvgraft.prefill.plan import Plan
 from kvgraft.segments.matches import Match
 
-REPEATS = 3  # of a pass; small ones are repeated more, since whatever else runs delays them most
+# Runs of each pass. Small passes run more often, since other load delays them most.
+REPEATS = 3
 SMALL_REPEATS = 10
 CPU = (16, 128, 1024)  # tokens of a small and of a large pass, and of a prompt
 GPU = (128, 2048, 4096)
@@ -24,13 +24,13 @@ GPU = (128, 2048, 4096)
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that this model takes on this machine; by default tokens, whatever they take.
+    """Costs of a model on a machine, in seconds. The defaults count tokens instead of seconds.
 
     Attributes:
-        pass_s: of a pass of any tokens through all layers, whatever their number.
-        token_s: of each token computed in it.
-        pair_s: of each pair of a computed token and a key that it sees.
-        copy_s: of each token copied and aligned.
+        pass_s: seconds of a pass through all layers, for any number of tokens.
+        token_s: seconds of each token computed in it.
+        pair_s: seconds of each pair of a computed token and a key that it sees.
+        copy_s: seconds of each token copied and aligned.
 
     Raises:
         ValueError: one of them is negative or no number.
@@ -54,7 +54,7 @@ class Costs:
                 )
 
     def computing(self, num_tokens: np.ndarray | float, num_pairs: np.ndarray | int) -> np.ndarray:
-        """Seconds of one pass; numbers of any shape."""
+        """Seconds of one pass; arguments of any shape."""
         found: np.ndarray = (
             self.pass_s + self.token_s * num_tokens + self.pair_s * np.asarray(num_pairs)
         )
@@ -68,20 +68,22 @@ class Costs:
         grafted_pairs: np.ndarray,
         work: float,
     ) -> np.ndarray:
-        """Seconds of a prompt of which so many tokens are new and so many are grafted: these are
-        copied, and a share `work` of them, and of the pairs that they would have, is computed
-        beside what is new, in one more pass."""
+        """Seconds of a prompt with `new` new and `grafted` grafted tokens.
+
+        Grafted tokens are copied. A share `work` of them, and of their pairs, is computed with the
+        new tokens. Recovery takes one pass more than prefill.
+        """
         recovered = self.computing(new + work * grafted, new_pairs + work * grafted_pairs)
         found: np.ndarray = recovered + self.pass_s + self.copy_s * grafted
         return found
 
     def save(self, path: Path) -> None:
-        """As JSON."""
+        """Write the costs as JSON."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "Costs":
-        """What `save` has written.
+        """Read a file that `save` has written.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -96,14 +98,15 @@ class Costs:
             raise ValueError(f"{path} holds no costs: {error}") from error
 
 
-TOKENS = Costs()  # by numbers of tokens alone
+# Costs by numbers of tokens alone.
+TOKENS = Costs()
 
 
 def find_costs(given: str | Path | Costs, measure: Callable[[], Costs]) -> Costs:
-    """Those that are given: themselves, a file of them, `measured`, or `tokens`.
+    """Return costs from an argument: `Costs`, the path of a file, `measured`, or `tokens`.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, or one that holds something else.
+        FileNotFoundError, ValueError: there is no such file, or it holds something else.
     """
     if isinstance(given, Costs):
         return given
@@ -119,12 +122,14 @@ def calibrate(
     *,
     on_gpu: bool,
 ) -> Costs:
-    """Measure a model: all its layers on a GPU, where the host launches one while another is
-    computed; on a CPU the first one, which stands for all.
+    """Measure the costs of a model.
+
+    On a GPU all layers are measured, since the host launches one while another is computed. On a
+    CPU the first layer stands for all.
 
     Args:
-        context: a prefill pass of a prompt with this plan, in blocks that hold nothing.
-        length: tokens that these blocks hold; only so many are used as it takes.
+        context: makes a prefill pass of a prompt with this plan, in blocks without content.
+        length: tokens that fit into these blocks; more than needed are not used.
     """
     few, many, most = (-(-count // block_size) * block_size for count in sizes(on_gpu))
     length = min(length // block_size * block_size, most)
@@ -149,20 +154,20 @@ def calibrate(
 
 
 def sizes(on_gpu: bool) -> tuple[int, int, int]:
-    """Tokens of a small and of a large pass, and of the prompt, that measuring takes."""
+    """Tokens of a small pass, a large pass and the prompt that are measured."""
     return GPU if on_gpu else CPU
 
 
 def count_pairs(first: np.ndarray | int, stop: np.ndarray | int) -> np.ndarray:
-    """Keys that the tokens [first, stop) of a prompt see together."""
+    """Number of (token, key) pairs of the tokens [first, stop) of a prompt."""
     first, stop = np.asarray(first, np.int64), np.asarray(stop, np.int64)
     found: np.ndarray = (stop * (stop + 1) - first * (first + 1)) // 2
     return found
 
 
 def _fit(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """The numbers, none of them negative, that explain the measured seconds best, relative to
-    each."""
+    """Fit non-negative coefficients to the measured seconds, by least squares of relative
+    errors."""
     relative, found = rows / seconds[:, None], np.zeros(rows.shape[1])
     used = np.ones(rows.shape[1], bool)
     while used.any():
@@ -182,7 +187,8 @@ def _pass_seconds(
     length: int,
     repeats: int,
 ) -> float:
-    """Of these layers for the last tokens of a prompt, the others of which are there."""
+    """Seconds of these layers for the last `rows` tokens of a prompt, the others of which are
+    cached."""
     plan = Plan.for_prompt(length, size, range((length - rows) // size))
 
     def prepared() -> Callable[[], object]:
@@ -195,8 +201,8 @@ def _pass_seconds(
 def _copy_seconds(
     context: Callable[[Plan], PrefillContext], layers: range, size: int, length: int
 ) -> float:
-    """Of the copy of a whole prompt but its last token, in these layers, from the first blocks of
-    the pool."""
+    """Seconds of the copy of a prompt except its last token in these layers, from the first blocks
+    of the pool."""
     plan = Plan.for_prompt(
         length, size, (), [Match(0, length, 0, np.arange(length // size, dtype=np.int32), 0, 0)]
     )
@@ -206,8 +212,9 @@ def _copy_seconds(
 def _least(make: Callable[[], Callable[[], object]], repeats: int) -> float:
     """Return the seconds of the fastest of some runs; each waits for the device.
 
-    Each run does the same work twice, and the second time counts. The first also makes what all
-    layers of a prompt share (slots, layouts, metadata), which must not be counted for each of them.
+    Each run does the same work twice, and only the second time counts. The first one also makes
+    data that all layers share (slots, layouts, metadata), which must not be counted for every
+    layer.
     """
     seconds = []
     for _ in range(repeats):

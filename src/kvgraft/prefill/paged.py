@@ -1,5 +1,5 @@
-"""What every host with a paged cache shares of the protocol: rows by prompt, Sparse-Q scores, stage
-times."""
+"""Parts of the protocol that all hosts with a paged cache share: rows by prompt, Sparse-Q scores,
+stage times."""
 
 from abc import abstractmethod
 from collections import Counter, deque
@@ -18,7 +18,8 @@ from kvgraft.prefill.context import Hidden, PrefillContext, Reduction
 from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.stages import StageTimes
 
-KEPT_SLOTS = 2  # sets of tokens whose slots are kept: a policy asks for few, layer after layer
+# Token sets whose slots are cached. A policy uses few sets, in layer after layer.
+KEPT_SLOTS = 2
 
 
 class PagedPrefill(PrefillContext):
@@ -26,13 +27,13 @@ class PagedPrefill(PrefillContext):
 
     Args:
         slots: per prompt, int64 [lists, >= its length] slots of its positions, on the cache's
-            device: several lists where heads or layers have pages of their own.
+            device. There are several lists if heads or layers have pages of their own.
         scale: of the attention logits.
 
     Attributes:
         times: seconds spent in align, dense, select and sparse work.
         computed: int64, per prompt the number of (token, layer) pairs computed.
-        rejected: bool [T], grafted tokens that the policy would not trust.
+        rejected: bool [T], grafted tokens that the policy did not trust.
     """
 
     def __init__(self, plan: Plan, slots: Sequence[Tensor], scale: float) -> None:
@@ -51,7 +52,7 @@ class PagedPrefill(PrefillContext):
 
     @abstractmethod
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
-        """Keys in these slots [lists, n]: [n, Hkv, d]."""
+        """Read the keys in these slots [lists, n]: [n, Hkv, d]."""
 
     @abstractmethod
     def _add_at(self, index: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -59,7 +60,7 @@ class PagedPrefill(PrefillContext):
 
     @abstractmethod
     def _kv_at(self, index: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """The same with the values: [n, Hkv, d] each."""
+        """Read the keys and values in these slots [lists, n]: [n, Hkv, d] each."""
 
     def query(self) -> Tensor:
         return self._last_query()[2]
@@ -78,8 +79,8 @@ class PagedPrefill(PrefillContext):
         self._add_at(index, self._slots_of(where), keys, values)
 
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
-        """As in the protocol; prompts without grafted tokens score zero, since nothing is chosen
-        among them."""
+        """Compute the scores of the protocol. Prompts without grafted tokens score zero, since no
+        token is chosen there."""
         computed_at, where, query = self._last_query()
         if computed_at != index or bool((queries & ~where).any()):
             raise ValueError(
@@ -103,7 +104,7 @@ class PagedPrefill(PrefillContext):
         self.rejected |= where
 
     def seconds_of(self, number: int) -> dict[str, float]:
-        """By stage, of one of the prompts: what all of them took, by its share of what was
+        """Seconds by stage of one prompt: its share of the pass by the (token, layer) pairs
         computed."""
         share = int(self.computed[number]) / max(1, int(self.computed.sum()))
         return {stage: share * seconds for stage, seconds in self.times.seconds.items()}
@@ -121,16 +122,17 @@ class PagedPrefill(PrefillContext):
         return states[upload(states.device, hidden.where.cumsum(0)[last] - 1)[0]]
 
     def _rows_of(self, where: Tensor) -> list[Tensor]:
-        """Per prompt the positions that are set in `where` bool [T]."""
+        """Positions that are set in `where` bool [T], per prompt."""
         return [self.plan.positions[prompt][where[prompt]] for prompt in self.plan.prompts]
 
     def _stage(self, hidden: Hidden) -> str:
         return "dense" if hidden.where.equal(self.plan.active) else "sparse"
 
     def _slots_of(self, where: Tensor) -> Tensor:
-        """Of the tokens that are set in `where` bool [T]: int64 [lists, n]. The last ones are kept.
+        """Slots of the tokens that are set in `where` bool [T]: int64 [lists, n]. The last results
+        are cached.
 
-        They are searched for on the CPU, so that no device is waited for.
+        The positions are found on the CPU, to avoid waiting for the device.
         """
         for known, slots in self._found:
             if known is where:
@@ -141,7 +143,7 @@ class PagedPrefill(PrefillContext):
 
     @cached_property
     def _flat_slots(self) -> Tensor:
-        """Of all tokens of the plan, int64 [lists, T]."""
+        """Slots of all tokens of the plan: int64 [lists, T]."""
         own = [
             slots[:, :length] for slots, length in zip(self._slots, self.plan.lengths, strict=True)
         ]
@@ -149,7 +151,7 @@ class PagedPrefill(PrefillContext):
 
     @cached_property
     def _stacked_slots(self) -> Tensor:
-        """By prompt, padded: int32 [prompts, lists, longest]."""
+        """Slots by prompt, padded: int32 [prompts, lists, longest]."""
         own = [
             slots[:, :length] for slots, length in zip(self._slots, self.plan.lengths, strict=True)
         ]
@@ -159,7 +161,7 @@ class PagedPrefill(PrefillContext):
 
     @cached_property
     def _has_grafts(self) -> Tensor:
-        """bool [T]: tokens of prompts in which there is something to choose."""
+        """Tokens of prompts that have grafted tokens: bool [T]."""
         found = torch.zeros(self.plan.num_tokens, dtype=torch.bool)
         for prompt in self.plan.prompts:
             found[prompt] = bool(self.plan.grafted[prompt].any())

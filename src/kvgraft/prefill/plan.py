@@ -1,8 +1,9 @@
-"""The plan of one prefill pass: how every prompt token gets its keys and values. Pure data.
+"""The plan of one prefill pass: how each prompt token gets its keys and values. Pure data.
 
-A plan may hold several prompts laid end to end, so that a policy treats a batch exactly as it
-treats one prompt: all masks are boolean [T] over the tokens of all prompts, and whatever depends on
-a prompt's borders is computed here."""
+A plan may hold several prompts end to end, so that a policy treats a batch exactly like one prompt.
+All masks are boolean [T] over the tokens of all prompts. Everything that depends on prompt borders
+is computed here.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,17 +19,17 @@ from kvgraft.segments.matches import Match, grafted_tokens, in_blocks
 
 
 class Kind(IntEnum):
-    """How a token's KV is obtained."""
+    """Kinds of tokens by the origin of their KV."""
 
-    FRESH = 0  # computed
+    FRESH = 0  # must be computed
     PREFIX = 1  # exact hit: the page of another request, shared
     GRAFTED = 2  # copied from another position and aligned
-    IN_PLACE = 3  # left by an earlier prompt, approximate, in blocks that nobody else reads
+    IN_PLACE = 3  # approximate KV of an earlier prompt, in blocks that no other request holds
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens [start, stop) of one prompt that are obtained in one way."""
+    """Consecutive tokens [start, stop) of one prompt, of one kind."""
 
     start: int
     stop: int
@@ -46,9 +47,10 @@ class Plan:
         graft_targets: int64 [g], positions in 0..T of the tokens that are copied, ascending.
         graft_sources: int64 [g], pool slot that each one is copied from.
         graft_shifts: int64 [g], new minus old position: the argument of delta-RoPE.
-        graft_readings: int64 [g], identity of what each one was read in (`Match.reading`).
-        ends_in_graft: per prompt, whether known text reached its last token (which is computed all
-            the same).
+        graft_readings: int64 [g], identity of the prompt that each one was read in
+            (`Match.reading`).
+        ends_in_graft: per prompt, whether known text reached its last token (which is computed
+            anyway).
     """
 
     kinds: Tensor
@@ -69,15 +71,14 @@ class Plan:
         matches: Sequence[Match] = (),
         in_place: Iterable[int] = (),
     ) -> "Plan":
-        """The plan of one prompt of `num_tokens` tokens.
+        """Return the plan of one prompt of `num_tokens` tokens.
+
+        The last token is always fresh: its hidden state gives the first generated token.
 
         Args:
             prefix_blocks: indices of the prompt's blocks that hits provide.
             matches: grafts, disjoint from each other and from the prefix blocks.
-            in_place: those of the prefix blocks that are approximate, and that a policy may
-                recompute where they are.
-
-        The last token is always fresh: its hidden state gives the first generated token.
+            in_place: prefix blocks that are approximate, and that a policy may recompute in place.
         """
         kinds = np.full(num_tokens, Kind.FRESH, np.uint8)
         in_blocks(kinds, block_size)[list(prefix_blocks)] = Kind.PREFIX
@@ -103,8 +104,8 @@ class Plan:
 
     @classmethod
     def for_documents(cls, num_tokens: int, block_size: int, documents: Iterable[range]) -> "Plan":
-        """The plan of one prompt whose documents lie outside the pool: they are grafted, from no
-        page."""
+        """Return the plan of one prompt whose documents lie outside the pool. Their tokens are
+        grafted, but have no source page."""
         plan = cls.for_prompt(num_tokens, block_size)
         for tokens in documents:
             plan.kinds[tokens.start : tokens.stop] = Kind.GRAFTED
@@ -112,7 +113,7 @@ class Plan:
 
     @classmethod
     def batch(cls, plans: Sequence["Plan"]) -> "Plan":
-        """Several plans laid end to end."""
+        """Join several plans end to end."""
         starts = np.cumsum([0, *(plan.num_tokens for plan in plans)])
         return cls(
             torch.cat([plan.kinds for plan in plans]),
@@ -131,8 +132,8 @@ class Plan:
         )
 
     def without_grafts(self) -> "Plan":
-        """The same prompts with every grafted token fresh: full recomputation above the exact
-        hits."""
+        """Return the same prompts with every grafted token fresh: full recomputation above the
+        exact hits."""
         none = torch.zeros(0, dtype=torch.int64)
         kinds = torch.where(self.grafted, torch.tensor(Kind.FRESH, dtype=torch.uint8), self.kinds)
         return Plan(
@@ -147,50 +148,50 @@ class Plan:
         )
 
     def part(self, start: int, stop: int) -> "Plan":
-        """One prompt without grafts up to `stop`, when everything before `start` has been
-        computed."""
+        """Return the plan of the tokens [start, stop) of one prompt without grafts, whose tokens
+        before `start` are computed."""
         kinds = self.kinds[:stop].clone()
         kinds[:start] = Kind.PREFIX
         return replace(self, kinds=kinds, lengths=(stop,))
 
     @property
     def num_tokens(self) -> int:
-        """T, the tokens of all prompts."""
+        """Number of tokens of all prompts, T."""
         return self.kinds.numel()
 
     @cached_property
     def prefix(self) -> Tensor:
-        """bool [T]: exact hits; nothing is ever computed for them."""
+        """Exact hits, bool [T]; nothing is ever computed for them."""
         return self.kinds == Kind.PREFIX
 
     @cached_property
     def grafted(self) -> Tensor:
-        """bool [T]: tokens with approximate KV, aligned or in place, which a policy may
-        recompute."""
+        """Tokens with approximate KV, copied or in place, which a policy may recompute: bool
+        [T]."""
         return self.kinds >= Kind.GRAFTED
 
     @cached_property
     def in_place(self) -> Tensor:
-        """bool [T]: those of them that an earlier prompt has left in place."""
+        """Grafted tokens that an earlier prompt has left in place: bool [T]."""
         return self.kinds == Kind.IN_PLACE
 
     @cached_property
     def grafted_blocks(self) -> np.ndarray:
-        """bool [T // block_size] of one prompt: the full blocks that hold tokens which are grafted
-        or in place."""
+        """Full blocks of one prompt that hold grafted or in-place tokens: bool [T //
+        block_size]."""
         whole = self.grafted[: self.num_tokens // self.block_size * self.block_size]
         found: np.ndarray = whole.view(-1, self.block_size).any(1).numpy()
         return found
 
     @cached_property
     def fresh(self) -> Tensor:
-        """bool [T]: I_nr, the tokens that no cache holds; every policy computes them."""
+        """Tokens that no cache holds (I_nr): bool [T]. Every policy computes them."""
         return self.kinds == Kind.FRESH
 
     @cached_property
     def question(self) -> Tensor:
-        """bool [T]: the fresh tokens behind the last grafted one of their prompt; all of them where
-        none is grafted."""
+        """Fresh tokens behind the last grafted one of their prompt, or all fresh tokens of a prompt
+        without grafts: bool [T]."""
         behind = torch.zeros(self.num_tokens, dtype=torch.bool)
         for prompt in self.prompts:
             behind[prompt] = self.grafted[prompt].flip(0).cumsum(0).flip(0) == 0
@@ -198,12 +199,12 @@ class Plan:
 
     @cached_property
     def active(self) -> Tensor:
-        """bool [T]: everything but the exact hits."""
+        """All tokens except the exact hits: bool [T]."""
         return ~self.prefix
 
     @cached_property
     def prompts(self) -> tuple[slice, ...]:
-        """Where each prompt lies in 0..T."""
+        """Slice of each prompt in 0..T."""
         stops = np.cumsum(self.lengths).tolist()
         return tuple(
             slice(stop - length, stop) for stop, length in zip(stops, self.lengths, strict=True)
@@ -211,16 +212,16 @@ class Plan:
 
     @cached_property
     def positions(self) -> Tensor:
-        """int64 [T]: position of each token in its own prompt."""
+        """Position of each token in its own prompt: int64 [T]."""
         return torch.cat([torch.arange(length) for length in self.lengths])
 
     @property
     def spans(self) -> list[list[Span]]:
-        """Per prompt, the maximal stretches of one kind."""
+        """Maximal spans of one kind, per prompt."""
         return [_spans(self.kinds[prompt].numpy()) for prompt in self.prompts]
 
     def overflow(self, blocks: int = 1) -> Tensor:
-        """bool [T]: grafted tokens within `blocks` blocks of a fresh interval, on either side
+        """Grafted tokens within `blocks` blocks of a fresh interval, on either side: bool [T]
         (SparseX 3.3)."""
         reach = min(blocks * self.block_size, self.num_tokens)
         near = torch.zeros(self.num_tokens, dtype=torch.bool)
@@ -234,7 +235,7 @@ class Plan:
         return near & self.grafted
 
     def tail(self, tokens: int = 64) -> Tensor:
-        """bool [T]: the last `tokens` tokens of the final graft of prompts that end in known text
+        """Last `tokens` tokens of the final graft, in prompts that end in known text: bool [T]
         (SparseX 3.2)."""
         chosen = torch.zeros(self.num_tokens, dtype=torch.bool)
         for prompt, ends, spans in zip(self.prompts, self.ends_in_graft, self.spans, strict=True):
@@ -244,15 +245,18 @@ class Plan:
         return chosen
 
     def segment_starts(self, tokens: int, share: float = 1.0) -> Tensor:
-        """bool [T]: the first `tokens` grafted tokens of every segment (a stretch that moved as
-        one), or this share of them, rounded up, if that is less."""
+        """First `tokens` grafted tokens of every segment, or this share of its tokens, rounded up,
+        if that is less: bool [T].
+
+        A segment is a run of tokens that moved by the same distance.
+        """
         first, counts = self._segments
         most = (share * counts.double() - 1e-9).ceil().clamp(max=tokens).long()
         place = torch.arange(int(most.max()) if most.numel() else 0)
         return self._at(self.graft_targets[(first[:, None] + place)[place < most[:, None]]])
 
     def edges(self, tokens: int) -> Tensor:
-        """bool [T]: the first and the last `tokens` grafted tokens of every segment."""
+        """First and last `tokens` grafted tokens of every segment: bool [T]."""
         numbers = self._segment_numbers
         first, counts = (part[numbers] for part in self._segments)
         before = torch.arange(numbers.numel()) - first
@@ -260,22 +264,25 @@ class Plan:
 
     @cached_property
     def segments(self) -> Tensor:
-        """int64 [T]: number of the segment (a stretch that moved as one) of each grafted token, -1
-        of others."""
+        """Number of the segment of each grafted token, -1 for others: int64 [T]. A segment is a run
+        that moved by one distance."""
         numbers = torch.full((self.num_tokens,), -1)
         numbers[self.graft_targets] = self._segment_numbers
         return numbers
 
     @cached_property
     def segment_shifts(self) -> Tensor:
-        """int64 [segments]: new minus old position of the tokens of each segment."""
+        """New minus old position of the tokens of each segment: int64 [segments]."""
         return self.graft_shifts[self._segments[0]]
 
     def top_share(
         self, scores: Tensor, share: float, among: Tensor, in_place: float = 1.0
     ) -> Tensor:
-        """bool [T]: in each prompt the best-scored `share` (rounded up) of the tokens in `among`
-        bool [T], where those that are grafted in place count for so much each."""
+        """Tokens of `among` bool [T] with the best scores, a `share` of them in each prompt,
+        rounded up: bool [T].
+
+        Tokens that are grafted in place count as `in_place` tokens each.
+        """
         weights = torch.where(self.in_place, in_place, 1.0).double() * among
         counts = [
             int(np.ceil(share * float(weights[prompt].sum()) - 1e-9)) for prompt in self.prompts
@@ -283,15 +290,15 @@ class Plan:
         return self._top(scores, counts, among)
 
     def top(self, scores: Tensor, count: int, among: Tensor) -> Tensor:
-        """bool [T]: in each prompt the `count` best-scored of the tokens in `among` bool [T], or
-        all of them."""
+        """Tokens of `among` bool [T] with the best scores, `count` in each prompt or all of them:
+        bool [T]."""
         return self._top(
             scores, [min(count, int(among[prompt].sum())) for prompt in self.prompts], among
         )
 
     @cached_property
     def _segments(self) -> tuple[Tensor, Tensor]:
-        """Where in 0..g each segment begins, and how many tokens it has: int64 [segments] each."""
+        """First index in 0..g and number of tokens of each segment: int64 [segments] each."""
         starts = torch.ones_like(self.graft_targets, dtype=torch.bool)
         starts[1:] = (self.graft_targets.diff() != 1) | (self.graft_shifts.diff() != 0)
         first = starts.nonzero()[:, 0]
@@ -299,7 +306,7 @@ class Plan:
 
     @cached_property
     def _segment_numbers(self) -> Tensor:
-        """int64 [g]: the number of the segment of each copied token."""
+        """Number of the segment of each copied token: int64 [g]."""
         counts = self._segments[1]
         return torch.arange(counts.numel()).repeat_interleave(counts)
 
@@ -317,8 +324,11 @@ class Plan:
         return chosen
 
     def top_mass(self, scores: Tensor, mass: float, among: Tensor, least: int) -> Tensor:
-        """bool [T]: in each prompt the fewest tokens of `among` bool [T], at least `least` if there
-        are as many, that hold a share `mass` of what these score together."""
+        """Fewest tokens of `among` bool [T] that hold a share `mass` of its total score, in each
+        prompt: bool [T].
+
+        At least `least` tokens are chosen, if there are that many.
+        """
         chosen = torch.zeros(self.num_tokens, dtype=torch.bool)
         for prompt in self.prompts:
             candidates = among[prompt].nonzero()[:, 0]  # [c]
@@ -330,8 +340,8 @@ class Plan:
         return chosen
 
     def reaching(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """bool [T]: in each prompt the tokens that score no less than the worst in `chosen` bool
-        [T]; none if empty."""
+        """Tokens of each prompt that score at least as high as the worst in `chosen` bool [T]; none
+        if it is empty: bool [T]."""
         reached = torch.zeros(self.num_tokens, dtype=torch.bool)
         for prompt in self.prompts:
             if chosen[prompt].any():

@@ -1,5 +1,5 @@
-"""Which policy suits a model, as `kvgraft calibrate` has measured it; lies beside the weights as
-JSON."""
+"""Policy profile of a model: the policy that `kvgraft calibrate` has chosen, stored as JSON with
+the weights."""
 
 from functools import cached_property
 from hashlib import sha256
@@ -14,13 +14,15 @@ Interval = tuple[float, float, float]  # mean, and the ends of its 95 % interval
 
 
 class MeasuredPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Means over some prompts, along full's own answers (`kvgraft.guard.distances.along`).
+    """Means over some prompts, along full recomputation's own answers
+    (`kvgraft.guard.distances.along`).
 
     Attributes:
-        flops: floating-point operations of the prefill, of those of full recomputation.
-        kl: KL(full || policy) in nats. `flips`: share of places where the best token is another.
-        alike: right answers about documents that look alike, less those of full recomputation, from
-            -1 to 1; None if that was not measured.
+        flops: floating-point operations of the prefill, as a share of full recomputation.
+        kl: KL(full || policy) in nats.
+        flips: share of positions where the most likely token differs.
+        alike: share of right answers about documents that look alike, minus that of full
+            recomputation, from -1 to 1; None if not measured.
     """
 
     policy: str
@@ -31,22 +33,22 @@ class MeasuredPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def fails_alike(self) -> bool:
-        """Whether it answers significantly worse than full recomputation where documents look
-        alike."""
+        """Return whether it answers significantly worse than full recomputation about documents
+        that look alike."""
         return self.alike is not None and self.alike[2] < 0
 
 
 class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=True):
-    """The policy that was chosen for a checkpoint, and what may be expected of it.
+    """The policy that was chosen for a checkpoint, and its expected quality.
 
     Attributes:
         policy: `name:option=value,...`, for requests that name none.
-        expected: its distances from full recomputation on prompts that have not chosen it.
-        order_noise: those of full recomputation, on the same prompts with the reused texts in other
-            orders: the unit.
-        texts: what the prompts were made of. `prompts`: how many have chosen, of `tokens` tokens
-            each, about.
-        tried: every policy, on the prompts that have chosen.
+        expected: its distances from full recomputation on held-out prompts.
+        order_noise: distances of full recomputation from itself with the reused texts in other
+            orders, on the same prompts: the unit.
+        texts: origin of the texts in the prompts.
+        prompts: number of prompts that the choice was made on, of about `tokens` tokens each.
+        tried: every policy, on these prompts.
         far_mass: [L][Hkv] share of each KV head's attention outside sinks and a window, a hint for
             `profile-heads`; empty if the texts were too short.
     """
@@ -69,7 +71,7 @@ class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=
 
     @cached_property
     def name(self) -> str:
-        """By which reports name it: eight hexadecimal digits of its SHA-256."""
+        """Name in reports: eight hexadecimal digits of its SHA-256."""
         return sha256(msgspec.json.encode(self)).hexdigest()[:8]
 
     def __str__(self) -> str:

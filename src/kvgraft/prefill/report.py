@@ -1,20 +1,19 @@
-"""What every host tells about one prompt: where its tokens came from, what happened to it, and
-why."""
+"""Report of a host about one prompt: the origin of its tokens, its outcome and the reason."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 
 class Outcome(StrEnum):
-    """What became of a prompt."""
+    """Outcome of a prompt."""
 
-    GRAFTED = "grafted"  # known text was grafted, beside whatever was an exact prefix
-    # nothing was grafted; it goes on with KV of an earlier prompt that held grafts
+    GRAFTED = "grafted"  # known text was grafted, behind any exact prefix
+    # nothing was grafted; it continues from KV of an earlier prompt that held grafts
     CONTINUED = "continued"
     PREFIX_ONLY = "prefix_only"  # nothing was grafted; exact prefix hits were used
     MISS = "miss"  # nothing was known
-    OFF = "off"  # it was not to be grafted, or could not be
-    # known text was found, and given up: everything that is no exact hit was computed
+    OFF = "off"  # grafting was switched off for it, or impossible
+    # known text was found but not used: everything except exact hits was computed
     FALLBACK = "fallback"
 
 
@@ -77,37 +76,39 @@ KINDS = ("prefix", "continued", "grafted", "fresh")  # of a prompt's tokens
 
 
 def unknown_reason(num_tokens: int, block_size: int) -> str:
-    """Return why nothing is known of the num_tokens tokens that a prompt has behind its prefix:
-    text is known by whole blocks of block_size tokens."""
+    """Return why nothing is known of the num_tokens tokens behind a prompt's prefix.
+
+    Text is known by whole blocks of block_size tokens.
+    """
     return "too_short" if num_tokens < block_size else "no_known_text"
 
 
 @dataclass
 class PrefillReport:
-    """Where the tokens of a prompt came from and where its time went.
+    """Origin of a prompt's tokens, and where its time went.
 
     Attributes:
         prompt_tokens: prefix + continued + grafted + fresh.
-        prefix_tokens: provided by exact prefix hits.
-        continued_tokens: KV of an earlier prompt with all these tokens, which held or followed
-            grafts, as it stands.
-        grafted_tokens: aligned copies of cached KV, of which `recomputed_tokens` were computed
-            again in the last layer.
-        fresh_tokens: held by no cache.
-        too_deep_tokens: fresh ones that are known, but only at a depth from which nothing may be
-            grafted.
-        depth: how far from exact what its answer rests on is: 0, or d + 1 with grafts of depth d.
-        computed_share: (token, layer) pairs computed, as a share of those of full recomputation
-            without any cache.
-        estimated_full_s, estimated_reuse_s: seconds of its prefill behind what is there already,
-            without grafts and with them, by which it was decided to graft (tokens where costs are
-            not measured); None where nothing was.
-        stages: seconds by stage, such as match, align, dense, select, sparse; of what was computed
-            together with other prompts its share, by the (token, layer) pairs computed.
-        outcome: what became of it, an `Outcome`; `reason` is why nothing approximate was used, one
-            of REASONS, or None.
-        profile: which profile named the policy; None: the request, the server's settings, or
-            nobody.
+        prefix_tokens: tokens of exact prefix hits.
+        continued_tokens: tokens with KV of an earlier prompt that began with the same tokens and
+            held or followed grafts. The KV is used unchanged.
+        grafted_tokens: aligned copies of cached KV. `recomputed_tokens` of them were computed again
+            in the last layer.
+        fresh_tokens: tokens that no cache holds.
+        too_deep_tokens: fresh tokens that are known, but only at a depth beyond the limit.
+        depth: depth of the KV that the answer depends on: 0 is exact, d + 1 is over grafts of depth
+            d.
+        computed_share: (token, layer) pairs computed, as a share of full recomputation without any
+            cache.
+        estimated_full_s, estimated_reuse_s: estimated seconds of its prefill behind the cached
+            prefix, without and with grafts (in tokens if costs are not measured). They decided
+            whether to graft; None without an estimate.
+        stages: seconds by stage, such as match, align, dense, select, sparse. Work of a batch is
+            divided by the (token, layer) pairs of each prompt.
+        outcome: an `Outcome`.
+        reason: why nothing approximate was used, one of REASONS, or None.
+        profile: profile that named the policy; None if the request or the server's settings did, or
+            nothing.
     """
 
     policy: str = ""
@@ -128,8 +129,7 @@ class PrefillReport:
     profile: str | None = None
 
     def conclude(self, reason: str | None) -> None:
-        """Say what became of the prompt, whose tokens by kind are known, and why nothing was
-        grafted."""
+        """Set outcome and reason from the token counts and the reason why nothing was grafted."""
         if reason == "no_known_text" and self.too_deep_tokens:
             reason = "too_deep"
         if self.grafted_tokens:
@@ -147,5 +147,5 @@ class PrefillReport:
 
     @property
     def fallback(self) -> str | None:
-        """Why known text was found and given up, or None."""
+        """Reason why known text was found but not used, or None."""
         return self.reason if self.outcome == Outcome.FALLBACK else None

@@ -1,5 +1,4 @@
-"""Selection rules: which grafted tokens are worth computing again, by the attention that they
-receive."""
+"""Selection rules: choose grafted tokens to recompute by the attention that they receive."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +18,12 @@ Unit = Literal["token", "block"]
 
 @dataclass(frozen=True)
 class SelectsByAttention(Policy):
-    """A policy that chooses tokens by the attention scores of a layer, with the options of the
-    rule.
+    """A policy that chooses tokens by attention scores of a layer, with the options of the rule.
 
     SparseX's rule is all_fresh, sum, token (Eq. 1 and 2).
 
     Raises:
-        ValueError: an option that is no choice.
+        ValueError: an option is not one of its choices.
     """
 
     # whose queries count: every fresh token, or the fresh tokens behind the last graft
@@ -40,19 +38,19 @@ class SelectsByAttention(Policy):
         require_choice("unit", self.unit, get_args(Unit))
 
     def query_tokens(self, plan: Plan) -> Tensor:
-        """bool [T]: the tokens whose queries choose first."""
+        """Tokens whose queries score in the first round: bool [T]."""
         return plan.question if self.rows == "question" else plan.fresh
 
     def score(self, ctx: PrefillContext, layer: int, queries: Tensor) -> Tensor:
-        """float32 [T]: the scores of all keys at a layer; tokens of one block share theirs if
-        blocks are chosen."""
+        """Scores of all keys at a layer, float32 [T]. With unit=block, tokens of one block share a
+        score."""
         scores = ctx.scores(layer, queries, self.reduction)
         return scores if self.unit == "token" else _by_block(scores, ctx.plan)
 
 
 @dataclass(frozen=True)
 class SelectsInRounds(SelectsByAttention):
-    """A policy whose question chooses tokens, whose queries choose further ones.
+    """A policy in which the question chooses tokens, whose queries choose further tokens.
 
     Raises:
         ValueError: an option outside its range.
@@ -60,12 +58,12 @@ class SelectsInRounds(SelectsByAttention):
 
     rows: Rows = "question"
     recompute_share: float = 0.05  # of the grafted tokens, recomputed
-    # of those that an earlier prompt has left in place; no more than recompute_share
+    # of the grafted tokens that an earlier prompt has left in place; at most recompute_share
     continued_share: float = 0.02
     hops: int = 2  # rounds in which chosen tokens choose further ones
-    # of the chosen tokens, which the question chooses; the hops share the rest evenly
+    # share of the chosen tokens that the question chooses; the hops share the rest evenly
     first_share: float = 0.4
-    # tokens recomputed, and asking, at the end of a prompt that ends in known text
+    # tokens at the end of a prompt that ends in known text: recomputed, and used as queries
     tail_tokens: int = 64
 
     def __post_init__(self) -> None:
@@ -79,12 +77,12 @@ class SelectsInRounds(SelectsByAttention):
     def choose(
         self, plan: Plan, always_recompute: Tensor, probe: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """bool [T]: grafted tokens to recompute: those in `always_recompute`, the tail, and what
-        the rounds find.
+        """Return the grafted tokens to recompute: `always_recompute`, the tail, and the choice of
+        the rounds. bool [T].
 
         Args:
-            probe: (tokens to compute, those of them that ask), bool [T] each -> scores of all keys,
-                float32 [T].
+            probe: (tokens to compute, tokens among them whose queries score), bool [T] each ->
+                scores of all keys, float32 [T].
         """
         tail = plan.tail(self.tail_tokens)
         chosen = tail | always_recompute
@@ -104,9 +102,11 @@ class SelectsInRounds(SelectsByAttention):
 
 
 def shares_by_round(recompute_share: float, first_share: float, hops: int) -> list[float]:
-    """Share that each of 1 + hops rounds chooses of what the rounds before it left, so that all of
-    them together choose recompute_share: the first one `first_share` of it, the others the rest,
-    evenly."""
+    """Return the share of the remaining tokens that each of 1 + hops rounds chooses.
+
+    Together the rounds choose recompute_share. The first chooses `first_share` of it, the others
+    divide the rest evenly.
+    """
     first = first_share if hops else 1.0
     parts = [recompute_share * first, *[recompute_share * (1 - first) / max(1, hops)] * hops]
     used = accumulate(parts, initial=0.0)

@@ -1,4 +1,4 @@
-"""How the KV change of recomputed tokens is applied to the other tokens of their segment."""
+"""Spreading: apply the KV change of recomputed tokens to the other tokens of their segment."""
 
 import torch
 from torch import Tensor
@@ -15,17 +15,17 @@ class Spreading:
     Args:
         anchors: bool [T], recomputed tokens whose KV change is applied to others.
         chosen: bool [T], all grafted tokens that are recomputed.
-        distance: in tokens, at which a change weighs 1/e in an average.
-        share: of a change that is applied.
+        distance: distance in tokens at which a change has weight 1/e in an average.
+        share: share of a change that is applied.
 
     Attributes:
-        where: bool [T], the n tokens that are changed: grafted, of segments with anchors, not
-            recomputed.
+        where: bool [T], the n tokens that are changed: grafted tokens of segments with anchors that
+            are not recomputed.
         copied: bool [T], all copied tokens that are not recomputed; `where` is a part of them.
         around: int64 [c, w], anchors over which the change of each of the c anchors is averaged.
-        weights: float32 [c, w], of these, times `share`.
+        weights: float32 [c, w], weights of these anchors, times `share`.
         sides: int64 [2, n], the anchors before and behind each token in `where`.
-        behind: float32 [n], weight of the one behind.
+        behind: float32 [n], weight of the anchor behind.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Spreading:
         decay = torch.exp(-(some[self.around] - some[:, None]).abs() / distance)
         averaged = torch.where(near, decay, 0.0)
         self.weights = (share * averaged / averaged.sum(1, keepdim=True)).float()
-        # the last one: of no segment
+        # The last element stands for tokens of no segment.
         changed = torch.zeros(len(plan.segment_shifts) + 1, dtype=torch.bool)
         changed[segments[some]] = True
         self.where = changed[segments] & ~chosen
@@ -65,6 +65,6 @@ class Spreading:
     def _on_device(
         self, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Indices and weights for all layers."""
+        """Upload indices and weights once for all layers."""
         around, sides = self.around.to(device), self.sides.to(device)
         return around, self.weights.to(device, dtype), sides, self.behind.to(device, dtype)

@@ -19,9 +19,9 @@ class SpreadingRows:
 
     Attributes:
         recomputed, cached: slots int64 [lists, c] of the anchors, in the prompt and at their
-            source; tables that rotate their keys to position 0.
-        source, target: slots int64 [lists, n] of the copied tokens; tables of their shifts and of
-            their positions.
+            source, with tables that rotate their keys to position 0.
+        source, target: slots int64 [lists, n] of the copied tokens, with tables of their shifts and
+            of their positions.
         around, weights: [c, w].
         sides: int64 [2, n]; -1 for tokens that are copied unchanged.
         behind: float32 [n].
@@ -46,10 +46,11 @@ class SpreadingRows:
         recomputed: Tensor,
         target: Tensor,
     ) -> "SpreadingRows":
-        """Upload what all layers share to the device of the slots.
+        """Upload the data that all layers share to the device of the slots.
 
         Args:
-            sources: int64 [lists, g], of the tokens in `plan.graft_targets`, on the CPU.
+            sources: int64 [lists, g], source slots of the tokens in `plan.graft_targets`, on the
+                CPU.
             recomputed: slots int64 [lists, c] of the anchors.
             target: slots int64 [lists, n] of the copied tokens.
         """
@@ -81,7 +82,8 @@ class SpreadingRows:
         cos, sin = rope.table(positions, longest)
         counts = len(at_anchor), len(at_source), len(at_target)
         (new, old, place), (new_sin, old_sin, place_sin) = cos.split(counts), sin.split(counts)
-        sin[: 2 * len(at_anchor)].neg_()  # back to position 0
+        # Negated sines rotate the keys of anchors back to position 0.
+        sin[: 2 * len(at_anchor)].neg_()
         return cls(
             (recomputed, (new, new_sin)),
             (cached, (old, old_sin)),
@@ -94,8 +96,8 @@ class SpreadingRows:
         )
 
     def apply(self, pools: tuple[Tensor, ...], heads: LayerHeads) -> None:
-        """Copy the KV of one layer, changed by what its recomputed anchors, already stored, have
-        changed."""
+        """Copy the KV of one layer, plus the interpolated change of its anchors, whose new KV is
+        already stored."""
         changes = kv_changes(pools, heads, self.recomputed, self.cached)
         averaged = average_changes(changes, self.around, self.weights)
         copy_changed(pools, heads, self.source, self.target, averaged, self.sides, self.behind)

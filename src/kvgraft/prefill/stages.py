@@ -1,4 +1,4 @@
-"""Where the time of a prefill goes."""
+"""Time of a prefill by stage."""
 
 import time
 from collections import defaultdict
@@ -11,8 +11,9 @@ import torch
 class StageTimes:
     """Seconds by stage, such as align, dense, select, sparse, of work on a device.
 
-    On CUDA events are recorded, and nobody waits for them before `seconds` is read: so the host
-    goes on giving work to the device while layers are measured."""
+    On CUDA, events are recorded and only `seconds` waits for them. So the host keeps launching work
+    while layers are measured.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
@@ -21,7 +22,7 @@ class StageTimes:
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Count what happens inside."""
+        """Add the time of the block inside to a stage."""
         if self._device.type == "cuda":
             start = self._event()
             yield
@@ -32,14 +33,15 @@ class StageTimes:
             self.add(stage, time.perf_counter() - begun)
 
     def add(self, stage: str, seconds: float) -> None:
-        """Count what was measured elsewhere."""
+        """Add seconds that were measured elsewhere to a stage."""
         self._seconds[stage] += seconds
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of all that has been timed; waits for the device."""
+        """Seconds of each stage so far. Waits for the device."""
         if self._unread:
-            self._unread[-1][2].synchronize()  # the last of one stream
+            # All events are on one stream, so the last one is enough.
+            self._unread[-1][2].synchronize()
         for stage, start, stop in self._unread:
             self.add(stage, start.elapsed_time(stop) / 1000)
         self._unread.clear()

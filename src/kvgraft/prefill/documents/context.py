@@ -1,9 +1,10 @@
-"""What a policy may ask of a host that keeps only a part of some documents: the protocol of SamKV.
+"""The document protocol: operations of a host that keeps only a part of some documents (SamKV).
 
-A prompt is seen as documents, which the host has read on their own, among fresh tokens. To the
-policy every layer has the aligned KV of all documents; what the host holds of it at a time is the
-host's affair: of a document that lies in host memory a layer reads what it attends to, and the
-pages of the prompt hold what the policy retains."""
+A prompt consists of documents, which the host has read on their own, and fresh tokens. The policy
+sees the aligned KV of all documents in every layer. The host decides what it loads: a layer reads
+only what it attends to from documents in host memory, and the prompt's pages hold what the policy
+retains.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -29,18 +30,18 @@ class Placed:
 
     @property
     def stop(self) -> int:
-        """The token behind it."""
+        """Position behind its last token."""
         return self.start + self.document.num_tokens
 
 
 class DocumentLayout:
-    """Where the documents of a prompt and their blocks lie; blocks are numbered through all
+    """Positions of the documents of a prompt and of their blocks, which are numbered through all
     documents.
 
     Attributes:
         placed: the documents in order.
         block_of: int64 [T], the block of every token, -1 for tokens of no document.
-        starts, stops: int64 [B], the tokens of each block.
+        starts, stops: int64 [B], the token range of each block.
         owner: int64 [B], the document of each block.
         is_middle: bool [B]: neither initial nor local.
     """
@@ -71,17 +72,17 @@ class DocumentLayout:
 
     @cached_property
     def anchors(self) -> Tensor:
-        """bool [T]: tokens of initial and local blocks."""
+        """Tokens of initial and local blocks: bool [T]."""
         return self.tokens_of(~self.is_middle)
 
     def tokens_of(self, blocks: Tensor) -> Tensor:
-        """bool [T]: the tokens of the blocks that are set in bool [B]."""
+        """Tokens of the blocks that are set in bool [B]: bool [T]."""
         found: Tensor = torch.cat((blocks, torch.tensor([False])))[self.block_of]
         return found
 
     def before(self, tokens: Tensor, count: int) -> Tensor:
-        """bool [T]: the tokens of at most `count` blocks before each block of the same document
-        that has a token in `tokens` bool [T]."""
+        """Tokens of the blocks with a token in `tokens` bool [T], and of at most `count` blocks
+        before each in its document: bool [T]."""
         near = torch.zeros(self.starts.numel() + 1, dtype=torch.bool)
         near[self.block_of[tokens]] = True
         near = near[:-1]
@@ -97,8 +98,11 @@ class DocumentLayout:
         return empty.scatter_reduce(0, self.block_of[inside], scores[inside], "amax")
 
     def fill(self, ranking: Tensor, num_tokens: int) -> Tensor:
-        """bool [T]: exactly `num_tokens` tokens of the blocks int [b], best first, or all of theirs
-        if they have fewer; of the last block its first tokens."""
+        """Choose exactly `num_tokens` tokens of the blocks int [b], best block first, or all if
+        there are fewer: bool [T].
+
+        Of the last block the first tokens are chosen.
+        """
         chosen = torch.zeros_like(self.block_of, dtype=torch.bool)
         sizes = (self.stops - self.starts)[ranking]
         left = (num_tokens - (sizes.cumsum(0) - sizes)).clamp(min=0).minimum(sizes)
@@ -114,8 +118,8 @@ class DocumentContext(ABC):
     Attributes:
         plan: the tokens of documents are `grafted`, all others fresh.
         layout: the documents and their blocks.
-        num_layers: of the model.
-        stable_layers: those whose attention agrees on what is important (N*, Appendix A.2).
+        num_layers: layers of the model.
+        stable_layers: layers whose attention agrees on what is important (N*, Appendix A.2).
     """
 
     plan: Plan
@@ -125,7 +129,7 @@ class DocumentContext(ABC):
 
     @abstractmethod
     def embed(self, where: Tensor) -> Hidden:
-        """Embeddings of the tokens in `where` bool [T]."""
+        """Compute the embeddings of the tokens in `where` bool [T]."""
 
     @abstractmethod
     def layer(
@@ -138,25 +142,23 @@ class DocumentContext(ABC):
         outputs: Tensor,
         fuses: bool = False,
     ) -> Hidden:
-        """One decoder layer for some tokens over some keys.
+        """Run one decoder layer for some tokens over some keys.
 
         Args:
-            hidden: what enters it.
-            sees: bool [T], whose keys and values are attended to, as far as they stand before a
-                query.
-            writes: bool [T], of these tokens, whose keys and values are computed anew; those of the
+            hidden: states that enter it.
+            sees: bool [T], tokens whose keys and values are attended to by later queries.
+            writes: bool [T], tokens of `hidden` whose keys and values are recomputed; those of the
                 others stay.
-            outputs: bool [T], of these tokens, whose output is wanted; they also see each other and
-                what is written.
-            fuses: `blend` what is computed for tokens of documents with what was there instead of
-                overwriting it.
-
-        Raises:
-            ValueError: tokens to write or to output that are not in `hidden`.
+            outputs: bool [T], tokens of `hidden` whose output is returned; they also see each other
+                and what is written.
+            fuses: `blend` recomputed KV of document tokens with the old KV instead of overwriting
+                it.
 
         Returns:
-            The states of `outputs`. What is written stays if it is retained (`retain`), else it is
-            gone afterwards.
+            The states of `outputs`. Written KV stays only if it is retained (`retain`).
+
+        Raises:
+            ValueError: tokens to write or to output are not in `hidden`.
         """
 
     @abstractmethod
@@ -165,14 +167,17 @@ class DocumentContext(ABC):
 
     @abstractmethod
     def over_heads(self, values: Tensor, reduction: Reduction = "sum") -> Tensor:
-        """As in `PrefillContext`."""
+        """Reduce over all heads of the model, like `PrefillContext.over_heads`."""
 
     @abstractmethod
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
-        """float32 [T]: the softmax attention over all documents together that each of their tokens
-        receives from the tokens in `queries` bool [T], summed over them and over heads, or the
-        greatest; 0 for other tokens. The tokens in `queries` stand behind all documents, and the
-        last `layer` call was of this layer and included them."""
+        """Softmax attention over all documents together that each of their tokens receives from
+        `queries` bool [T]: float32 [T].
+
+        It is summed over queries and heads, or its maximum is taken; 0 for other tokens. The query
+        tokens must stand behind all documents, and the last `layer` call must have been of this
+        layer and have included them.
+        """
 
     @abstractmethod
     def block_keys(self, index: int, number: int) -> Tensor:
@@ -180,29 +185,32 @@ class DocumentContext(ABC):
 
     @abstractmethod
     def local_query(self, index: int, number: int) -> Tensor:
-        """The mean query [Hq, d] of the local blocks of a document, aligned (Q_loc)."""
+        """Mean query [Hq, d] of the local blocks of a document, aligned (Q_loc)."""
 
     @abstractmethod
     def retain(self, kept: Tensor) -> None:
-        """What stays in the cache: bool [L, T], as many tokens in each layer, among them all fresh
-        ones. When it is called again, tokens that had stayed before are as they were computed.
+        """Set the tokens that stay in the cache: bool [L, T], equally many in each layer, including
+        all fresh ones.
+
+        In a later call, tokens that were retained before keep their computed KV.
 
         Raises:
-            ValueError: the layers differ in number, or it is more than the policy said that it
-                keeps.
+            ValueError: the layers differ in number, or there are more tokens than the policy said.
         """
 
 
 def cosine(one: Tensor, other: Tensor, over_heads: OverHeads) -> Tensor:
-    """Cosines [...] of vectors float32 [..., x] that hold what is here of all heads."""
+    """Cosines [...] of vectors float32 [..., x] that hold this rank's part of all heads."""
     pairs = (one, other), (one, one), (other, other)
     product, *squares = over_heads(torch.stack([(a * b).sum(-1) for a, b in pairs]))
     return product / (squares[0].sqrt() * squares[1].sqrt()).clamp(min=1e-8)
 
 
 def blend(new: Sequence[Tensor], old: Sequence[Tensor], over_heads: OverHeads) -> list[Tensor]:
-    """`theta * new + (1 - theta) * old`, theta the cosine between a token's new and old KV (Eq. 4);
-    keys and values, [n, Hkv, d] each."""
+    """Return `theta * new + (1 - theta) * old` for keys and values, [n, Hkv, d] each (Eq. 4).
+
+    theta is the cosine between a token's new and old KV.
+    """
     one, other = (
         torch.cat([part.flatten(1) for part in pair], dim=1).float() for pair in (new, old)
     )

@@ -1,4 +1,4 @@
-"""Policies that keep a part of many documents: what they share is SamKV's frame (section 3)."""
+"""Policies that keep a part of many documents, in the frame of SamKV (section 3)."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ Update = Literal["overwrite", "fusion"]
 
 @dataclass(frozen=True)
 class KeepsDocuments(Policy):
-    """A policy for prompts of many documents, of which some blocks are kept; without documents it
+    """A policy for prompts of many documents that keeps some of their blocks. Without documents it
     is full prefill.
 
     Raises:
@@ -31,13 +31,13 @@ class KeepsDocuments(Policy):
     block_tokens: int = 64  # of a block
     initial_blocks: int = 1  # at the beginning of each document that are always kept
     local_blocks: int = 2  # at the end of each document that are always kept
-    # of the documents' tokens that are kept, at most, or what is always kept if that is more
+    # greatest share of the documents' tokens that is kept, unless what is always kept is more
     kept_share: float = 0.15
     # of what is kept: initial, local and outlier tokens, or everything
     recomputed: Recomputed = "anchors"
-    # what is computed anew replaces what was there, or is blended with it (Eq. 4)
+    # recomputed KV replaces the old KV, or is blended with it (Eq. 4)
     update: Update = "overwrite"
-    # before each kept one that recomputation sees as well; they are gone afterwards
+    # blocks before each kept one that recomputation also sees; they are dropped afterwards
     halo_blocks: int = 0
 
     def __post_init__(self) -> None:
@@ -54,30 +54,30 @@ class KeepsDocuments(Policy):
 
     @property
     def blocks(self) -> BlockCut:
-        """How it cuts documents."""
+        """Rule by which documents are cut into blocks."""
         return BlockCut(self.block_tokens, self.initial_blocks, self.local_blocks)
 
     def num_kept(self, lengths: Sequence[int]) -> int:
-        """Tokens of documents of these lengths that stay in each layer, at most."""
+        """Greatest number of tokens that stay in each layer, for documents of these lengths."""
         anchors = sum(self.blocks.num_anchors(length) for length in lengths)
         return max(anchors, int(self.kept_share * sum(lengths) + 1e-9))
 
     @abstractmethod
     def choose(self, ctx: DocumentContext) -> Tensor:
-        """bool [L, T]: the tokens of documents to be kept, as many in each layer, among them all
-        anchors."""
+        """Choose the document tokens to keep: bool [L, T], equally many in each layer, including
+        all anchors."""
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Everything: only a host without documents calls this."""
+        """Recompute everything. Only a host without documents calls this."""
         return self.recompute(ctx)
 
     def keep(self, ctx: DocumentContext, kept: Tensor | None = None) -> Hidden:
-        """Choose, let go of the rest, mend what is kept, and prefill the question over it (Figure
-        2).
+        """Choose tokens, drop the rest, recompute a part of the kept ones, and prefill the question
+        over them (Figure 2).
 
         Args:
-            kept: bool [L, T], what it chose when this prompt had fewer tokens of its answer behind
-                it.
+            kept: bool [L, T], the earlier choice for this prompt, when fewer tokens of its answer
+                were known; None chooses.
         """
         kept = self.choose(ctx) if kept is None else kept
         ctx.retain(kept | ctx.plan.fresh)
@@ -93,18 +93,24 @@ class KeepsDocuments(Policy):
     def ask(
         self, ctx: DocumentContext, sees: Tensor, asking: Tensor, entering: Tensor
     ) -> Iterator[int]:
-        """Prefill the fresh tokens in `entering` bool [T] over these tokens of documents bool [T],
-        to see what the question looks for; yields each layer when the queries of the tokens in
-        `asking` bool [T] are there (section 3.1)."""
+        """Prefill the fresh tokens in `entering` over the document tokens in `sees`, to learn what
+        the question looks for.
+
+        Yields each layer as soon as the queries of the tokens in `asking` are computed (section
+        3.1). All masks are bool [T].
+        """
         hidden, seen = ctx.embed(entering | asking), sees | ctx.plan.fresh
         for index in range(ctx.num_layers):
             hidden = ctx.layer(index, hidden, sees=seen, writes=entering, outputs=entering | asking)
             yield index
 
     def _mend(self, ctx: DocumentContext, kept: Tensor) -> None:
-        """Section 3.3. Layers keep different tokens; a token that is recomputed in a layer is
-        computed in all below it (rule 1), where it uses what is cached for it unless it is
-        recomputed there, too (rule 2)."""
+        """Recompute a part of the kept tokens (section 3.3).
+
+        Layers keep different tokens. A token that is recomputed in a layer is computed in all
+        layers below it (rule 1). In those it uses its cached KV unless it is recomputed there, too
+        (rule 2).
+        """
         fresh = ctx.plan.fresh & ~ctx.plan.question
         anew = self._anew(ctx, kept) | fresh  # [L, T]
         needed = anew.flip(0).cumsum(0).flip(0) > 0  # [L, T]: enters the layer
@@ -124,7 +130,7 @@ class KeepsDocuments(Policy):
             )
 
     def _anew(self, ctx: DocumentContext, kept: Tensor) -> Tensor:
-        """bool [L, T]: kept tokens to be recomputed."""
+        """Kept tokens to recompute: bool [L, T]."""
         if self.recomputed == "none":
             return torch.zeros_like(kept)
         if self.recomputed == "kept":

@@ -1,4 +1,4 @@
-"""The documents that a host has read on their own, for policies that keep a part of them."""
+"""Documents that a host has read on their own, for policies that keep a part of them."""
 
 import time
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from kvgraft.prefill.plan import Plan
 
 
 class Library:
-    """Gives documents by their tokens, and reads those that it does not have.
+    """Returns documents by their tokens, and reads those that it does not have.
 
     Args:
         stable_layers: of the model (N*).
@@ -37,12 +37,12 @@ class Library:
         shared: Sequence[bytes] = (),
         remember: bool = True,
     ) -> tuple[Document, bool]:
-        """The document of these tokens int64 [n], and whether it had to be read; that is remembered
-        if it may be.
+        """Return the document of these tokens int64 [n], and whether it had to be read.
 
         Args:
-            scope: of the prompt; what is read belongs to it.
-            shared: others, whose documents it may have.
+            scope: scope of the prompt, which owns documents that are read.
+            shared: other scopes whose documents it may use.
+            remember: store a document that was read.
         """
         for known in (scope, *shared):
             if (document := self.store.get(tokens, known, blocks)) is not None:
@@ -65,9 +65,15 @@ class Library:
         shared: Sequence[bytes] = (),
         remember: bool = True,
     ) -> tuple[PartialPrefill, Hidden, int]:
-        """Prefill a prompt int64 [T] of which the policy keeps a part, `kept` bool [L, T] if it has
-        chosen that before: what was done, the question's last states, and how many documents had to
-        be read first."""
+        """Prefill a prompt int64 [T] of which the policy keeps a part.
+
+        Args:
+            kept: bool [L, T], the policy's earlier choice for this prompt, or None.
+
+        Returns:
+            The pass, the last states of the question, and the number of documents that had to be
+                read.
+        """
         started = time.perf_counter()
         layout, num_read = self.place(
             host, tokens, documents, scope, policy.blocks, shared=shared, remember=remember
@@ -88,7 +94,8 @@ class Library:
         shared: Sequence[bytes] = (),
         remember: bool = True,
     ) -> tuple[DocumentLayout, int]:
-        """Where the documents of a prompt int64 [T] lie, and how many of them had to be read."""
+        """Return the layout of the documents of a prompt int64 [T], and the number of documents
+        that had to be read."""
         placed, num_read = [], 0
         for span in documents:
             mine = tokens[span.start : span.stop]

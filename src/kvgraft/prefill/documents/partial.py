@@ -1,8 +1,8 @@
-"""A prompt of documents, computed over parts of them: what all hosts share of the document
-protocol.
+"""A prompt of documents, computed over parts of them: the document protocol for all hosts.
 
-A layer gathers what its queries attend to, from documents in host memory and from pages of the
-prompt, into memory of its own; only what the policy retains goes to the pages."""
+A layer gathers the KV that its queries attend to, from documents in host memory and from pages of
+the prompt, into scratch memory. Only what the policy retains is written to the pages.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -24,15 +24,16 @@ from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.stages import StageTimes
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor | None]
-UNSEEN = -1e30  # a logit; finite, since of a query before all documents there is no other
+# Logit of a masked key. It is finite, since a query before all documents has no other.
+UNSEEN = -1e30
 
 
 class LayerHost(ABC):
-    """A model, a layer at a time, whose attention the caller provides; and the pages of one prompt.
+    """A model, run layer by layer with attention from the caller, and the pages of one prompt.
 
     Attributes:
         scale: of the attention logits.
-        max_rows: tokens that `run` takes at a time.
+        max_rows: greatest number of tokens that `run` takes at a time.
     """
 
     num_layers: int
@@ -46,36 +47,36 @@ class LayerHost(ABC):
 
     @abstractmethod
     def embed(self, token_ids: Tensor) -> Tensor:
-        """int64 [n] -> hidden states [n, ...]."""
+        """Embed token ids int64 [n] -> hidden states [n, ...]."""
 
     @abstractmethod
     def run(
         self, index: int, states: Tensor, positions: Tensor, rows: Tensor, attend: Attend
     ) -> Tensor:
-        """One decoder layer.
+        """Run one decoder layer.
 
         Args:
             states: [n, ...], of tokens at `positions` int64 [n].
-            rows: bool [n], those whose output is wanted.
-            attend: is given their queries [n, Hq, d], keys and values [n, Hkv, d], rotated, and
+            rows: bool [n], tokens whose output is returned.
+            attend: takes their queries [n, Hq, d], keys and values [n, Hkv, d], rotated, and
                 returns the attention output [r, Hq, d] of `rows`, or None if there are none.
 
         Returns:
-            [r, ...].
+            States [r, ...].
         """
 
     def agree(self, values: Tensor, reduction: Reduction) -> Tensor:
-        """As `over_heads` of a context; where a host has all heads nothing is to be done."""
+        """Reduce over all heads, like `over_heads` of a context. A host that has all heads returns
+        the values unchanged."""
         return values
 
     @abstractmethod
     def read(self, index: int, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, Hkv, d] in the pages, by the place int64 [n] that a token has
-        there."""
+        """Read keys and values [n, Hkv, d] from the pages, at these places int64 [n]."""
 
     @abstractmethod
     def write(self, index: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values [n, Hkv, d] into the pages."""
+        """Write keys and values [n, Hkv, d] into the pages."""
 
 
 class PartialPrefill(DocumentContext):
@@ -83,16 +84,18 @@ class PartialPrefill(DocumentContext):
 
     Args:
         token_ids: int64 [T].
-        room: tokens that the pages have room for.
+        room: tokens that fit into the pages.
 
     Attributes:
-        num_kept: tokens in the pages after `retain`, in each layer; `kept`: bool [L, T], which.
-        scratch_bytes: most memory that keys and values of a layer took at a time beside the pages.
-        recomputed: tokens of documents whose KV is computed anew in the last layer.
+        num_kept: tokens in the pages after `retain`, in each layer.
+        kept: bool [L, T], these tokens.
+        scratch_bytes: peak memory of the gathered keys and values of a layer, without the pages.
+        recomputed: document tokens whose KV is recomputed in the last layer.
         times: seconds spent in select, align and sparse work.
         projected, attended: tokens whose queries, keys and values were computed, and (query, key)
-            pairs, over all layers. `scored`: pairs of scores. `finished`: tokens that went through
-            the rest of each layer.
+            pairs, over all layers.
+        scored: (query, key) pairs of scores.
+        finished: tokens that went through the rest of each layer.
     """
 
     def __init__(
@@ -112,9 +115,9 @@ class PartialPrefill(DocumentContext):
         self.times = StageTimes(host.device)
         self._timed = self.times.timed
         self._host, self._token_ids, self._room = host, token_ids, room
-        # of a layer beside the pages
+        # page layout of one layer of scratch memory
         self._heads = StreamLayout.dense(1, host.num_kv_heads).layers[0]
-        # of the tokens of documents; nothing turns the others
+        # shifts of document tokens; the others are not rotated
         shifts = torch.zeros(plan.num_tokens, dtype=torch.int64)
         for at in layout.placed:
             shifts[at.start : at.stop] = at.start
@@ -127,7 +130,7 @@ class PartialPrefill(DocumentContext):
 
     @property
     def is_finite(self) -> bool:
-        """Whether all that was computed is."""
+        """Return whether all computed states are finite."""
         return bool(self._finite)
 
     def embed(self, where: Tensor) -> Hidden:
@@ -187,7 +190,8 @@ class PartialPrefill(DocumentContext):
         return self._host.agree(values, reduction)
 
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
-        """As in the protocol; documents stay where they are, and the queries are turned instead."""
+        """Compute the scores of the protocol. Documents stay in place, and the queries are rotated
+        back instead."""
         where, query, _ = self._last_layer
         if bool((queries & ~where).any()):
             raise ValueError("the last layer has no queries for these tokens")
@@ -237,7 +241,7 @@ class PartialPrefill(DocumentContext):
             self._stage = "sparse" if bool((kept & self.plan.grafted).any()) else "select"
 
     def computed(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [Hkv, n, d] of all that the last layer saw or wrote, in order."""
+        """Keys and values [Hkv, n, d] of all tokens that the last layer saw or wrote, in order."""
         scratch = self._last_layer[2]
         return scratch.keys, scratch.values
 
@@ -248,8 +252,11 @@ class PartialPrefill(DocumentContext):
         return self._last
 
     def _gather(self, index: int, where: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [Hkv, n, d] of a layer as they stand: from the pages what is kept, else
-        from the documents; NaN where there is nothing yet."""
+        """Current keys and values [Hkv, n, d] of a layer: from the pages if retained, otherwise
+        from the documents.
+
+        Tokens without KV are NaN.
+        """
         host, device = self._host, self._host.device
         shape = (host.num_kv_heads, int(where.sum()), host.head_dim)
         keys, values = torch.full((2, *shape), float("nan"), dtype=host.dtype, device=device)
@@ -273,7 +280,7 @@ class PartialPrefill(DocumentContext):
         return keys, values
 
     def _cached(self, what: Literal["keys", "values"], index: int, where: Tensor) -> Tensor:
-        """Keys or values [Hkv, n, d] of tokens of documents, as these were read."""
+        """Keys or values [Hkv, n, d] of document tokens, as the documents were read."""
         found = []
         for at in self.layout.placed:
             tokens = where[at.start : at.stop].nonzero()[:, 0]
@@ -290,8 +297,8 @@ class PartialPrefill(DocumentContext):
         new: Sequence[Tensor],
         fuses: bool,
     ) -> None:
-        """Put the keys and values [n, Hkv, d] of those of the tokens int64 [n] that are in `writes`
-        into the scratch, and, where they are kept, into the pages."""
+        """Write keys and values [n, Hkv, d] of the tokens int64 [n] in `writes` into the scratch,
+        and into the pages if retained."""
         device = self._host.device
         self.projected += tokens.numel()
         new = [part[writes[tokens].to(device)] for part in new]
@@ -315,7 +322,7 @@ class PartialPrefill(DocumentContext):
     def _attend(
         self, index: int, scratch: "Scratch", tokens: Tensor, query: Tensor
     ) -> Tensor | None:
-        """Attention [n, Hq, d] of these tokens int64 [n] to what stands before them in the
+        """Attention [n, Hq, d] of these tokens int64 [n] to all tokens before them in the
         scratch."""
         if not tokens.numel():
             return None
@@ -347,7 +354,7 @@ class PartialPrefill(DocumentContext):
 
     @cached_property
     def _turns_back(self) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [D, 1, d / 2] of the way back from each document's place to position
+        """Cosine and sine [D, 1, d / 2] of the rotation from each document's place back to position
         0."""
         starts = torch.tensor([-at.start for at in self.layout.placed], device=self._host.device)
         cos, sin = self._host.rope.table(starts)
@@ -366,10 +373,10 @@ class Scratch:
     values: Tensor
 
     def place(self, tokens: Tensor) -> Tensor:
-        """Where these tokens int64 [n] lie, on the scratch's device."""
+        """Places of these tokens int64 [n] in the scratch, on its device."""
         return _rank(self.where)[tokens].to(self.keys.device)
 
 
 def _rank(where: Tensor) -> Tensor:
-    """int64 [T]: the place of each set token among them."""
+    """Place of each set token among the set tokens: int64 [T]."""
     return where.cumsum(0) - 1

@@ -1,4 +1,4 @@
-"""Reading a document on its own, and learning what its blocks are worth (SamKV, Appendix A.1)."""
+"""Reading of a document on its own, with statistics of its blocks (SamKV, Appendix A.1)."""
 
 from collections import defaultdict
 
@@ -12,13 +12,13 @@ from kvgraft.prefill.documents.context import DocumentLayout
 from kvgraft.prefill.documents.partial import LayerHost, PartialPrefill
 from kvgraft.prefill.plan import Plan
 
-MEMORY = torch.device("cpu")  # where documents lie
+MEMORY = torch.device("cpu")  # device of documents
 
 
 def read_document(host: LayerHost, tokens: np.ndarray, blocks: BlockCut) -> Document:
-    """The KV of a text at positions 0..n-1, and what is known of its blocks."""
+    """Compute the KV of a text at positions 0..n-1, and the statistics of its blocks."""
     count, size, middle = len(tokens), blocks.size, blocks.middle(len(tokens))
-    # the first; at least the last token asks
+    # First token of the local query. The last token is always part of it.
     local = min(blocks.middle_tokens(count).stop, count - 1)
     everything, nothing = torch.ones(count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
     ctx = PartialPrefill(

@@ -1,4 +1,4 @@
-"""The methods by name. A new policy is one file and one line here."""
+"""Policies by name. A new policy is one file and one line here."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -40,13 +40,15 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def make_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
-    """A policy from its name and options; ValueError as `methods.make`."""
+    """Make a policy from its name and options; ValueError as `methods.make`."""
     return make("policy", POLICIES, name, options or {})
 
 
 def with_options(policy: Policy, options: Mapping[str, Any]) -> Policy:
-    """A policy with some other options; a share of all layers takes the place of a number of them.
-    ValueError as `methods.make`."""
+    """Return a policy with some options replaced; ValueError as `methods.make`.
+
+    A share of all layers replaces a number of layers.
+    """
     check_options(f"policy {policy.name!r}", type(policy), options)
     counts = {field.name for field in fields(policy) if field.name.endswith("_layers")}
     outdated = {count: None for count in counts if layers_share(count) in options}
@@ -54,8 +56,8 @@ def with_options(policy: Policy, options: Mapping[str, Any]) -> Policy:
 
 
 def parse_policy(given: str | Policy) -> Policy:
-    """A policy from `name` or `name:option=value,option=value`; numbers as in Python (`0.15` share,
-    `2` count)."""
+    """Parse a policy from `name` or `name:option=value,option=value`, with numbers as in Python
+    (`0.15` share, `2` count)."""
     return make_policy(*parse("policy", given)) if isinstance(given, str) else given
 
 

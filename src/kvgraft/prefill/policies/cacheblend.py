@@ -11,12 +11,13 @@ from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 
 @dataclass(frozen=True)
 class CacheBlend(Policy):
-    """All tokens up to a check layer, then those whose KV there differs most from the cached KV.
+    """Compute all tokens up to a check layer, then those whose KV there differs most from the
+    cached KV.
 
     Source: Yao et al., "CacheBlend: Fast Large Language Model Serving for RAG with Cached Knowledge
-    Fusion", 2024, section 4: high KV deviation tokens, selected at layer 1, 15 % of them; one
-    selection for all deeper layers, as in its public code (the paper filters gradually from a
-    slightly higher share).
+    Fusion", 2024, section 4: high KV deviation tokens, selected at layer 1, 15 % of them. There is
+    one selection for all deeper layers, as in its public code; the paper filters gradually from a
+    slightly higher share.
 
     Raises:
         ValueError: an option outside its range.
@@ -32,8 +33,8 @@ class CacheBlend(Policy):
         require_share("recompute_share", self.recompute_share)
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Dense layers below the check layer, compare, run fresh and deviating tokens from
-        there."""
+        """Run dense layers below the check layer, compare KV, and run fresh and deviating tokens
+        from there."""
         plan, check = ctx.plan, min(self.check_layer, ctx.num_layers - 1)
         deep = range(check, ctx.num_layers)
         ctx.graft(deep)

@@ -1,4 +1,5 @@
-"""Condense: keeps of many documents what the question attends to, and recomputes all of that."""
+"""Condense: keep the parts of many documents that the question attends to, and recompute all of
+them."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,13 +14,13 @@ from kvgraft.prefill.documents.keeping import KeepsDocuments, Recomputed
 
 @dataclass(frozen=True)
 class Condense(KeepsDocuments):
-    """SamKV's frame with another choice: blocks by the most attention that a token of theirs
+    """SamKV's frame with another choice: blocks by the greatest attention that one of their tokens
     receives, in rounds.
 
-    Ours; docs/results/samkv.md has the study. In each round the question asks over what is kept so
-    far, and with it the tokens that were wanted most in the rounds before: so a fact is found that
-    another one leads to. All layers keep the same tokens, in whose choice the lowest layers have no
-    say.
+    KVGraft's own method; docs/results/samkv.md has the study. In each round the question attends to
+    the tokens kept so far. The tokens that scored highest in earlier rounds join its queries, so
+    that a fact is found to which another one leads. All layers keep the same tokens; the lowest
+    layers do not take part in the choice.
 
     Raises:
         ValueError: an option outside its range.
@@ -30,7 +31,7 @@ class Condense(KeepsDocuments):
     block_tokens: int = 8
     recomputed: Recomputed = "kept"
     halo_blocks: int = 1
-    rounds: int = 4  # that share the room evenly
+    rounds: int = 4  # rounds, which share the room evenly
     hop_tokens: int = 8  # of documents, which join the question after each round
     skipped_share: float = 0.25  # of the layers, from below, whose attention does not count
 
@@ -45,12 +46,12 @@ class Condense(KeepsDocuments):
             )
 
     def choose(self, ctx: DocumentContext) -> Tensor:
-        """Fills the room with the blocks that hold the tokens most attended to."""
+        """Fill the room with the blocks that hold the tokens most attended to."""
         layout, fresh, asking = ctx.layout, ctx.plan.fresh, ctx.plan.question
         kept = layout.anchors
         room = self.num_kept(layout.lengths) - int(kept.sum())
         middle = layout.is_middle.nonzero()[:, 0]
-        # after the first round only the question is computed anew
+        # Fresh tokens are retained, so later rounds compute only the question again.
         ctx.retain(fresh.repeat(ctx.num_layers, 1))
         for number in range(self.rounds if room else 0):
             wanted = torch.zeros(ctx.plan.num_tokens)
@@ -60,7 +61,7 @@ class Condense(KeepsDocuments):
             ):
                 if index >= int(self.skipped_share * ctx.num_layers):
                     wanted = wanted.maximum(ctx.scores(index, asking, "max"))
-            # what was chosen stays
+            # Blocks that were chosen before stay.
             best = layout.by_block(wanted.masked_fill(kept, float("inf")))[middle]
             ranking = middle[best.argsort(descending=True, stable=True)]
             kept = layout.anchors | layout.fill(ranking, room * (number + 1) // self.rounds)

@@ -9,8 +9,8 @@ from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 
 @dataclass(frozen=True)
 class Epic(Policy):
-    """The first tokens of every segment, which were attention sinks where it was read (EPIC,
-    LegoLink-16).
+    """Recompute the first tokens of every segment, which were attention sinks at their source
+    (EPIC, LegoLink-16).
 
     Source: Hu et al., "EPIC: Efficient Position-Independent Caching for Serving Large Language
     Models", 2024.
@@ -28,7 +28,7 @@ class Epic(Policy):
         require_at_least("start_tokens", self.start_tokens, 0)
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Graft all layers, run the fresh tokens and the beginnings."""
+        """Graft all layers, then run the fresh tokens and the segment starts."""
         layers = range(ctx.num_layers)
         ctx.graft(layers)
         return ctx.run(

@@ -1,4 +1,4 @@
-"""Full recomputation: the exact answer, and the fallback of everything else."""
+"""Full recomputation: the exact answer, and the fallback of all other policies."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,5 +14,5 @@ class Full(Policy):
     uses_grafts: ClassVar[bool] = False
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """All layers on all active tokens."""
+        """Run all layers on all active tokens."""
         return self.recompute(ctx)

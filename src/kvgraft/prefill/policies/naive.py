@@ -8,13 +8,13 @@ from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 
 @dataclass(frozen=True)
 class Naive(Policy):
-    """Trust the aligned KV as it is; compute fresh tokens only ("naive reuse", SparseX 5.1)."""
+    """Use the aligned KV unchanged, and compute fresh tokens only ("naive reuse", SparseX 5.1)."""
 
     name: ClassVar[str] = "naive"
     recovers_in_place: ClassVar[bool] = False
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Graft all layers, run the fresh tokens."""
+        """Graft all layers, then run the fresh tokens."""
         layers = range(ctx.num_layers)
         ctx.graft(layers)
         return ctx.run(layers, ctx.embed(ctx.plan.fresh))

@@ -1,4 +1,4 @@
-"""ProphetKV: recompute what the question attends to, over all layers."""
+"""ProphetKV: recompute the tokens that the question attends to, over all layers."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,8 +12,8 @@ from kvgraft.prefill.selection import Rows, SelectsByAttention
 
 @dataclass(frozen=True)
 class Prophet(SelectsByAttention):
-    """One pass of the fresh tokens over cached KV collects the question's attention in every layer;
-    then the best tokens are recomputed.
+    """Collect the question's attention in every layer, in one pass of the fresh tokens over cached
+    KV. Then recompute the best tokens.
 
     Source: Wang et al., "ProphetKV: User-Query-Driven Selective Recomputation for Efficient KV
     Cache Reuse in Retrieval-Augmented Generation", 2026: two stages, scores fused over layers by
@@ -33,8 +33,8 @@ class Prophet(SelectsByAttention):
         require_share("recompute_share", self.recompute_share)
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Stage 1: attention of the question, layer by layer. Stage 2: fresh and chosen tokens from
-        layer 0."""
+        """Stage 1: sum the question's attention over layers. Stage 2: run fresh and chosen tokens
+        from layer 0."""
         plan, layers = ctx.plan, range(ctx.num_layers)
         ctx.graft(layers)
         hidden, scores = ctx.embed(plan.fresh), torch.zeros(plan.num_tokens)

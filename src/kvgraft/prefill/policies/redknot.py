@@ -1,4 +1,4 @@
-"""RedKnot: recovery head by head, and FFNs only where attention falls."""
+"""RedKnot: recovery head by head, with FFNs only for tokens that receive attention."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -19,7 +19,7 @@ from kvgraft.prefill.context import Heads, Hidden, PrefillContext
 from kvgraft.prefill.selection import Rows, SelectsByAttention
 
 Switch = Literal["on", "off"]
-EDGE = 0.25  # of the window: its oldest part
+EDGE = 0.25  # oldest part of the window, as a share
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,12 @@ class RedKnot(SelectsByAttention):
     them.
 
     Source: Liu et al., "RedKnot: Efficient Long-Context LLM Serving with Head-Aware KV Reuse and
-    SegPagedAttention", 2026, Algorithm 1. Shallow layers compute everything anew, local heads over
-    sinks and window. Deep layers compute global heads anew, over everything, and reuse the aligned
-    KV of the others, but for the sinks and windows of the tokens that ask; their FFN runs on fresh
-    and recent tokens and on those that receive most attention. Each part can be switched off:
+    SegPagedAttention", 2026, Algorithm 1.
+
+    Shallow layers recompute everything, with local heads over sinks and window. Deep layers
+    recompute global heads over everything and reuse the aligned KV of the others. The sinks and
+    windows of the query tokens are exceptions, and are recomputed. The FFN of deep layers runs on
+    fresh and recent tokens and on those that receive most attention. Each part can be switched off:
     `windows`, `reuse`, `repair`, `mass_share=1.0`.
 
     Raises:
@@ -46,16 +48,17 @@ class RedKnot(SelectsByAttention):
     rows: Rows = "question"
     dense_layers: int | None = None  # shallow layers; None: `dense_share` of all
     dense_share: float = 0.3  # of all layers, rounded up
-    # of the attention that grafted tokens receive: so many get the FFN in the first deep layer
+    # share of the attention on grafted tokens; the tokens that hold it get the FFN in the first
+    # deep layer
     mass_share: float = 0.5
     # the same in the last layer, between them even steps; None: as in the first
     last_mass_share: float | None = None
     recent_tokens: int = 128  # last ones of the prompt, which always get the FFN
     min_ffn_tokens: int = 64  # grafted ones that get the FFN at least
-    # of local attention, on the oldest quarter of the window; above it a head sees all
+    # share of local attention on the oldest quarter of the window; above it a head sees all
     edge_mass_share: float = 0.2
     windows: Switch = "on"  # off: local heads see everything
-    reuse: Switch = "on"  # off: the KV of all heads is computed anew in deep layers, too
+    reuse: Switch = "on"  # off: the KV of all heads is recomputed in deep layers, too
     # off: the KV of reused heads stays as it was grafted, also where the question sees it
     repair: Switch = "on"
 
@@ -71,7 +74,7 @@ class RedKnot(SelectsByAttention):
             require_choice(option, getattr(self, option), get_args(Switch))
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Algorithm 1, one prompt at a time."""
+        """Run Algorithm 1, one prompt at a time."""
         if ctx.head_map is None:
             raise ValueError(f"policy {self.name!r} needs a host with a head map")
         shallow = count_layers(self.dense_layers, self.dense_share, ctx.num_layers)
@@ -86,9 +89,12 @@ class RedKnot(SelectsByAttention):
     def _attend_to(
         self, ctx: PrefillContext, index: int, hidden: Hidden, head_map: HeadMap, reuses: bool
     ) -> Heads:
-        """Project, and return the heads that see a window: the local ones, but for those whose
-        attention reaches its edge. These are promoted: computed anew, over everything; but not
-        where nothing is kept for them to see."""
+        """Project, and return the heads that see a window.
+
+        These are the local heads, except those whose attention reaches the edge of the window. Such
+        heads are promoted: they are recomputed over everything. With head paging there is no
+        promotion, since their older KV is not in the cache.
+        """
         local = head_map.heads(index, HeadClass.LOCAL)
         reused = head_map.heads(index, HeadClass.LOCAL, HeadClass.RETRIEVAL)
         if self.reuse == "off" or not reuses:
@@ -112,7 +118,7 @@ class RedKnot(SelectsByAttention):
         return _without(local, promoted)
 
     def _edge_mass(self, ctx: PrefillContext, index: int, head_map: HeadMap) -> list[float]:
-        """Of every KV head: the share of its local attention that the oldest quarter of the window
+        """Share of each KV head's local attention that the oldest quarter of the window
         receives."""
         plan, sinks, window = ctx.plan, head_map.sinks, head_map.window
         asking, near = self.query_tokens(plan), self._near(ctx, head_map)
@@ -128,13 +134,13 @@ class RedKnot(SelectsByAttention):
         return shares
 
     def _near(self, ctx: PrefillContext, head_map: HeadMap) -> Tensor:
-        """bool [T]: the sinks and the windows of the tokens that ask."""
+        """Sinks and windows of the query tokens: bool [T]."""
         positions = ctx.plan.positions
         first = int(positions[self.query_tokens(ctx.plan)].min())
         return (positions < head_map.sinks) | (positions > first - head_map.window)
 
     def _important(self, ctx: PrefillContext, index: int, shallow: int) -> Tensor:
-        """bool [T]: whose FFN runs at a layer."""
+        """Tokens whose FFN runs at a layer: bool [T]."""
         plan, deep = ctx.plan, max(1, ctx.num_layers - 1 - shallow)
         last_mass = self.mass_share if self.last_mass_share is None else self.last_mass_share
         mass = self.mass_share + (last_mass - self.mass_share) * (index - shallow) / deep

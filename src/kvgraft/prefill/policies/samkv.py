@@ -18,9 +18,11 @@ Switch = Literal["on", "off"]
 
 @dataclass(frozen=True)
 class SamKV(KeepsDocuments):
-    """Keeps of each document the initial and local blocks, and the middle blocks whose mean key is
-    closest to what the question and the other documents look for; recomputes initial, local and
-    outlier tokens.
+    """Keep of each document the initial and local blocks, and the middle blocks that best match the
+    query; recompute initial, local and outlier tokens.
+
+    The query of a document combines the question and the other documents; it is compared with the
+    mean key of each block.
 
     Source: Cao et al., "Sparse Attention across Multiple-context KV Cache", 2026, sections 3.1 to
     3.3 and Appendix A.
@@ -32,9 +34,9 @@ class SamKV(KeepsDocuments):
     name: ClassVar[str] = "samkv"
 
     update: Update = "fusion"
-    selection: Switch = "on"  # off: nothing but initial and local blocks
-    bias: Switch = "on"  # off: the generic query asks every document (no Eq. 1)
-    # off: `kept_share` is filled, whatever Eq. 2, Eq. 3 and the filter by documents say
+    selection: Switch = "on"  # off: only initial and local blocks
+    bias: Switch = "on"  # off: every document is scored by the generic query (no Eq. 1)
+    # off: `kept_share` is always filled, without Eq. 2, Eq. 3 and the filter by documents
     top_p: Switch = "on"
 
     def __post_init__(self) -> None:
@@ -48,7 +50,7 @@ class SamKV(KeepsDocuments):
             )
 
     def num_kept(self, lengths: Sequence[int]) -> int:
-        """Without selection nothing but initial and local blocks."""
+        """Number of kept tokens. Without selection these are the initial and local blocks."""
         return (
             super().num_kept(lengths)
             if self.selection == "on"
@@ -56,7 +58,7 @@ class SamKV(KeepsDocuments):
         )
 
     def choose(self, ctx: DocumentContext) -> Tensor:
-        """Sections 3.1 and 3.2."""
+        """Choose the kept tokens by sections 3.1 and 3.2."""
         layout, lengths = ctx.layout, ctx.layout.lengths
         fresh, question = ctx.plan.fresh, ctx.plan.question
         asked = self.ask(ctx, layout.anchors, question, fresh)
@@ -80,7 +82,7 @@ class SamKV(KeepsDocuments):
         return kept
 
     def _scores(self, ctx: DocumentContext, generic: Tensor) -> Tensor:
-        """How well every block matches the query of its document, [L, B]."""
+        """Scores of every block for the query of its document, [L, B]."""
         layers, numbers = range(ctx.num_layers), range(len(ctx.layout.placed))
         queries = generic[:, None].expand(-1, len(numbers), -1, -1)  # [L, D, Hq, d]
         if self.bias == "on":
@@ -98,7 +100,7 @@ class SamKV(KeepsDocuments):
         return ctx.over_heads(torch.stack(matched)).cpu()
 
     def _retrieve(self, ctx: DocumentContext, scores: Tensor) -> Tensor:
-        """bool [L, B]: of each document and layer the best share P of the middle blocks (Eq. 2 and
+        """Best share P of the middle blocks of each document and layer: bool [L, B] (Eq. 2 and
         3)."""
         layout, stable = ctx.layout, list(ctx.stable_layers)
         retrieved = torch.zeros_like(scores, dtype=torch.bool)
@@ -114,8 +116,12 @@ class SamKV(KeepsDocuments):
         return retrieved
 
     def shares(self, document: Document, scores: Tensor, middle: Tensor) -> Tensor:
-        """P of each layer [L] from the scores [L, b] of a document's blocks; bool [b]: the middle
-        ones (Eq. 2)."""
+        """Retrieved share P of each layer [L] (Eq. 2).
+
+        Args:
+            scores: [L, b], of a document's blocks.
+            middle: bool [b], its middle blocks.
+        """
         of_middle = scores[:, middle]
         best = of_middle.gather(1, document.exponents[:, middle].argmin(1, keepdim=True))[:, 0]
         worst = of_middle.gather(1, document.attention[:, middle].argmin(1, keepdim=True))[:, 0]
@@ -123,8 +129,10 @@ class SamKV(KeepsDocuments):
 
 
 def personalise(generic: Tensor, local: Tensor, over_heads: OverHeads) -> Tensor:
-    """For each document the query that looks for what the others have, too (Eq. 1): [..., Hq, d]
-    and [..., D, Hq, d] -> [..., D, Hq, d]."""
+    """Add to the generic query of each document what the other documents look for (Eq. 1).
+
+    [..., Hq, d] and [..., D, Hq, d] -> [..., D, Hq, d].
+    """
     generic = generic.unsqueeze(-3).expand_as(local)
     weighted = (
         cosine(generic.flatten(-2), local.flatten(-2), over_heads).abs()[..., None, None] * local
@@ -140,15 +148,15 @@ def match(query: Tensor, keys: Tensor) -> Tensor:
 
 
 def retrieved_share(best: Tensor, anchor: Tensor, worst: Tensor) -> Tensor:
-    """P of each layer from the scores of the most important block, the anchors, and the most
-    unimportant block: [L] each (Eq. 2)."""
+    """Retrieved share P of each layer (Eq. 2), from the scores of the most important block, the
+    anchors, and the least important block: [L] each."""
     inside = (worst < anchor) & (anchor <= best)
     return torch.where(inside, (best - anchor) / (best - worst), torch.zeros_like(best))
 
 
 def _normed(ctx: DocumentContext, scores: Tensor) -> Tensor:
-    """Scores [L, B] that can be compared between documents: in each, of mean 0 and deviation 1 in
-    its middle."""
+    """Scores [L, B] that are comparable between documents: mean 0 and deviation 1 over the middle
+    blocks of each."""
     normed = torch.full_like(scores, float("-inf"))
     for number in range(len(ctx.layout.placed)):
         mine = (ctx.layout.owner == number) & ctx.layout.is_middle

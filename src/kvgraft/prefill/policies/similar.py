@@ -1,5 +1,5 @@
-"""Cross-query segment reuse: the lower layers of near-duplicates are reused, the upper ones
-computed."""
+"""Cross-query segment reuse: reuse the lower layers of near-duplicates, and compute the upper
+ones."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -25,10 +25,10 @@ class Similar(Policy):
     """Partial-layer reuse with halos and an acceptance probe (cross-query segment reuse, splicing
     steps 2 to 4).
 
-    Inside a segment the first layers are not computed: their KV is grafted, and the tokens enter
-    the layer above them with the residual stream that their source had there. Halos and everything
-    else are computed from the embedding. A segment is rejected, and computed, if the logits of its
-    boundary tokens depend too much on where they were read.
+    Inside a segment the first layers are not computed. Their KV is grafted, and the tokens enter
+    the next layer with the residual stream of their source. Halos and all other tokens are computed
+    from the embedding. A segment is rejected, and computed, if the logits of its boundary tokens
+    depend too much on where they were read.
 
     Raises:
         ValueError: an option outside its range.
@@ -43,7 +43,7 @@ class Similar(Policy):
     halo_tokens: int = 8  # computed at each edge of a segment (h)
     probe_tokens: int = 1  # at each edge of a segment, whose logits are compared; 0: no probe
     max_kl: float = 0.1  # nats, on average over these tokens; a segment with more is rejected
-    # logits after all layers, or those that what leaves the reused layers would give
+    # compare logits after all layers, or logits of the states that leave the reused layers
     probe_at: ProbeAt = "output"
 
     def __post_init__(self) -> None:
@@ -54,18 +54,18 @@ class Similar(Policy):
         require_choice("probe_at", self.probe_at, get_args(ProbeAt))
 
     def residual_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The layer above those that are reused."""
+        """The first layer above the reused ones."""
         return (
             min(count_layers(self.reused_layers, self.reused_share, num_layers), num_layers - 1),
         )
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Compute with all segments inside their halos reused; if the probe rejects some, again
-        without these."""
+        """Compute with the inside of all segments reused. If the probe rejects some, compute again
+        without them."""
         [first_computed] = self.residual_layers(ctx.num_layers)
         bottom, top = range(first_computed), range(first_computed, ctx.num_layers)
         ctx.graft(range(ctx.num_layers))
-        # computing a token overwrites what is kept of it
+        # Computing a token overwrites its cached state, so read it first.
         stored = ctx.residual(first_computed, ctx.plan.grafted)
 
         def enter(reused: Tensor) -> Hidden:
@@ -88,7 +88,7 @@ class Similar(Policy):
         return hidden
 
     def _probed(self, ctx: PrefillContext, reused: Tensor) -> Tensor:
-        """bool [T]: the outermost tokens of the segments of which something is reused."""
+        """Outermost tokens of the segments that are reused in part: bool [T]."""
         segments = ctx.plan.segments
         return ctx.plan.edges(min(self.probe_tokens, self.halo_tokens)) & torch.isin(
             segments, segments[reused]
@@ -97,8 +97,11 @@ class Similar(Policy):
     def _rejected(
         self, ctx: PrefillContext, grafted: Hidden, computed: Hidden, reused: Tensor
     ) -> Tensor:
-        """bool [T]: the segments of which the logits of the probed tokens differ too much, with
-        what their source had and with what was computed here; counted."""
+        """Return the segments whose probed tokens have too different logits, with the states of
+        their source and the computed ones. bool [T].
+
+        Probed and rejected segments are counted.
+        """
         segments = ctx.plan.segments
         there, here = (ctx.logits(hidden).log_softmax(-1) for hidden in (grafted, computed))
         # KL(here, there)
@@ -107,10 +110,11 @@ class Similar(Policy):
         means = torch.zeros(count).index_add_(0, numbers, divergence) / numbers.bincount(
             minlength=count
         )
-        # the last one stands for tokens of no segment
+        # The last element stands for tokens of no segment.
         bad = torch.zeros(count + 1, dtype=torch.bool)
         bad[segments[reused]] = True
-        bad[:-1] &= ~(means <= self.max_kl)  # also what is not finite
+        # Written as a negation, so that means that are not finite are rejected, too.
+        bad[:-1] &= ~(means <= self.max_kl)
         for counts, prompt in zip(ctx.counts, ctx.plan.prompts, strict=True):
             mine = segments[prompt][reused[prompt]].unique()
             counts["probed_segments"] += mine.numel()

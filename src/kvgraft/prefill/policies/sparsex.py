@@ -18,8 +18,8 @@ Shallow = Literal["all", "fresh"]
 
 @dataclass(frozen=True)
 class SparseX(SelectsByAttention):
-    """Dense layers up to a boundary, then only the tokens that fresh queries attend to (SparseX,
-    Algorithm 1).
+    """Run dense layers up to a boundary, then only the tokens that fresh queries attend to
+    (SparseX, Algorithm 1).
 
     Raises:
         ValueError: an option outside its range.
@@ -33,7 +33,7 @@ class SparseX(SelectsByAttention):
     recompute_share: float = 0.10  # of the grafted tokens, recomputed above the boundary (top-k)
     overflow_blocks: int = 1  # blocks recomputed on each side of every fresh interval
     tail_tokens: int = 64  # tokens recomputed at the end of a prompt that ends in known text
-    # what dense layers run; with "fresh", grafted tokens enter the boundary as stored
+    # tokens that dense layers run; with "fresh", grafted tokens enter the boundary as stored
     shallow: Shallow = "all"
 
     def __post_init__(self) -> None:
@@ -45,15 +45,18 @@ class SparseX(SelectsByAttention):
         require_choice("shallow", self.shallow, get_args(Shallow))
 
     def residual_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The boundary, if only fresh tokens are computed below it."""
+        """The boundary layer, if only fresh tokens are computed below it."""
         boundary = self._boundary(num_layers)
         return (boundary,) if self.shallow == "fresh" and 0 < boundary < num_layers else ()
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Algorithm 1, phases 1 to 3; the dense layers overwrite grafted KV, so they need no graft.
-        The last of them scores with its queries and keys; what it gives for tokens that are not
-        recomputed goes nowhere, so those end at its keys and values. With shallow=fresh, grafted
-        tokens enter the boundary with the residual stream of their source (cross-query reuse)."""
+        """Run Algorithm 1, phases 1 to 3.
+
+        The dense layers overwrite grafted KV, so they need no graft. The last dense layer scores
+        with its queries and keys. Its output is only needed for tokens that are recomputed, so all
+        others end at its keys and values. With shallow=fresh, grafted tokens enter the boundary
+        with the residual stream of their source (cross-query reuse).
+        """
         plan, boundary = ctx.plan, self._boundary(ctx.num_layers)
         scoring = max(boundary - 1, 0)
         if self.residual_layers(ctx.num_layers):

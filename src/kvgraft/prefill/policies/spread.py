@@ -1,4 +1,4 @@
-"""Spread: what changes in the recomputed tokens of a segment changes in the others, too."""
+"""Spread: apply the KV change of the recomputed tokens of a segment to its other tokens."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,34 +12,34 @@ from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.selection import SelectsInRounds
 from kvgraft.prefill.spreading import Spreading
 
-FEWEST_ANCHORS = 3  # of a segment; else none of its changes are applied to others
+# A segment with fewer anchors spreads no changes.
+FEWEST_ANCHORS = 3
 
 
 @dataclass(frozen=True)
 class Spread(SelectsInRounds):
-    """Segment starts and what the question asks for are recomputed; all other grafted tokens take
-    over half of what that has changed in the nearest ones of their segment.
+    """Recompute segment starts and the tokens that the question attends to. All other grafted
+    tokens get half of the interpolated KV change of their neighbours.
 
-    KVGraft's own method. Text that is read in another context differs from what is cached by
-    something that its tokens have in common: the mean over a segment explains 30 to 50 % of the
-    squared change of keys before RoPE on a real model, and a few tokens tell it. So in every layer
+    KVGraft's own method. KV of text in another context differs from the cached KV by a change that
+    its tokens have in common. On a real model the mean over a segment explains 30 to 50 % of the
+    squared change of keys before RoPE, and a few tokens are enough to estimate it. In every layer,
     the differences between new and cached keys and values of the recomputed tokens are averaged
-    over their neighbours (`spread_tokens` away they weigh 1/e) and interpolated along the segment,
-    keys turned to where they are added (`spread_share` of them: what is interpolated is not
-    certain). No tokens are computed for that. The first tokens of a segment tell nothing of the
-    others, since what is new before them, as an edit, changes them in ways of its own; nor do one
-    or two tokens.
+    over their neighbours (at distance `spread_tokens` the weight is 1/e). They are then
+    interpolated along the segment, with keys rotated to their new position, and `spread_share` of
+    the result is added, since the interpolation is not certain. This computes no further tokens.
+    The first tokens of a segment are no anchors: new text before them, such as an edit, changes
+    them in their own way. One or two anchors are too few.
 
-    The tokens are chosen as `transitive` does, with two differences. The first tokens of each
-    segment, which were attention sinks where it was read (EPIC), are always recomputed and already
-    in the rounds that choose. And the second layer chooses (`score_layer`), in which keys hardly
-    depend on context: deeper ones attend to those tokens, among others, whose cached keys are wrong
-    in the same way, and spreading what changes in these turns attention away from the whole
-    segment.
+    Tokens are chosen as in `transitive`, with two differences. First, the first tokens of each
+    segment, which were attention sinks at their source (EPIC), are always recomputed, and take part
+    in the rounds that choose. Second, the second layer chooses (`score_layer`), where keys hardly
+    depend on context. Deeper layers also attend to tokens whose cached keys share one error, and
+    spreading their change turns attention away from the whole segment.
 
-    Segments of the same wording that were read apart (price lists, tickets, table rows) cannot be
-    told apart by what is cached of them. Where they differ they are recomputed, too, before the
-    rounds (`prefill.contrast`).
+    Segments of the same wording that were read separately (price lists, tickets, table rows) cannot
+    be distinguished by their cached KV. The tokens in which they differ are also recomputed, before
+    the rounds (`prefill.contrast`).
 
     Raises:
         ValueError: an option outside its range.
@@ -49,12 +49,12 @@ class Spread(SelectsInRounds):
 
     start_tokens: int = 8  # recomputed at the beginning of each segment
     start_share: float = 0.025  # of a segment, that these are at most
-    # of shared wording in phrases, from which on what differs is recomputed
+    # share of shared wording in phrases above which differing tokens are recomputed
     alike_share: float = 0.65
     score_layer: int = 1  # whose attention chooses, among the layers that see the whole prompt
     recompute_share: float = 0.025
     first_share: float = 0.6
-    spread_share: float = 0.5  # of a change that is taken over
+    spread_share: float = 0.5  # share of a change that is applied to other tokens
     spread_tokens: int = 64  # over which changes are averaged
 
     def __post_init__(self) -> None:
@@ -67,8 +67,8 @@ class Spread(SelectsInRounds):
         require_at_least("spread_tokens", self.spread_tokens, 1)
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Graft what chooses, choose, then recompute fresh and chosen tokens, layer by layer with
-        what that changes."""
+        """Graft the scoring layers, choose tokens, then run fresh and chosen tokens and spread
+        their changes in each layer."""
         plan, first = ctx.plan, FirstLayer(ctx)
         scored = ctx.scoring_layers[: self.score_layer + 1][-1]
         ctx.graft(range(scored + 1))
@@ -83,7 +83,7 @@ class Spread(SelectsInRounds):
         return ctx.run(range(1, ctx.num_layers), hidden, spreading)
 
     def _choose(self, ctx: PrefillContext, first: "FirstLayer", scored: int) -> Tensor:
-        """bool [T]: grafted tokens that are recomputed; the rounds compute some of them in the
+        """Return the grafted tokens to recompute, bool [T]. The rounds compute some of them in the
         first layers."""
 
         def score(computed: Tensor, asking: Tensor) -> Tensor:
@@ -96,30 +96,34 @@ class Spread(SelectsInRounds):
 
         starts = ctx.plan.segment_starts(self.start_tokens, self.start_share)
         if scored:
-            first.left(ctx.plan.fresh | starts)  # launched before the host compares texts
+            # Launch device work before the host compares texts.
+            first.left(ctx.plan.fresh | starts)
         differing = distinguishing_tokens(ctx.plan, ctx.token_ids, self.alike_share)
         for counts, prompt in zip(ctx.counts, ctx.plan.prompts, strict=True):
             counts["distinguishing_tokens"] += int(differing[prompt].sum())
         return self.choose(ctx.plan, starts | differing, score)
 
     def _anchors(self, plan: Plan, chosen: Tensor) -> Tensor:
-        """bool [T]: recomputed tokens whose changes are spread: no segment starts, nor less than a
-        few of a segment."""
+        """Recomputed tokens whose changes are spread: bool [T].
+
+        Segment starts are no anchors, nor are tokens of segments with too few of them.
+        """
         anchors = chosen & (plan.segments >= 0) & ~plan.segment_starts(self.start_tokens)
         few = plan.segments[anchors].bincount(minlength=plan.num_tokens) < FEWEST_ANCHORS
         return anchors & ~few[plan.segments]
 
 
 class FirstLayer:
-    """What leaves layer 0, computed once for each token.
+    """States that leave layer 0, computed once for each token.
 
-    Keys and values of layer 0 depend on a token and its position alone. So copied ones are exact,
-    and what leaves the layer does not depend on which tokens are recomputed."""
+    Keys and values of layer 0 depend only on a token and its position. So copied ones are exact,
+    and the states do not depend on which tokens are recomputed.
+    """
 
     def __init__(self, ctx: PrefillContext) -> None:
         self._ctx = ctx
         self._left: Hidden | None = None
-        self._latest: Hidden | None = None  # what the last call has computed
+        self._latest: Hidden | None = None  # states that the last call has computed
 
     def left(self, where: Tensor) -> Hidden:
         """Return the states of these tokens, bool [T], that enter layer 1."""
@@ -133,7 +137,7 @@ class FirstLayer:
         return known if where.equal(known.where) else known.only(where)
 
     def query(self, where: Tensor) -> None:
-        """Have the host hold the queries of these tokens, bool [T], if they were not computed
+        """Make the host hold the queries of these tokens, bool [T], if they were not computed
         last."""
         if self._latest is None or not where.equal(self._latest.where):
             self._ctx.project(0, self._ctx.embed(where))

@@ -1,4 +1,5 @@
-"""Transitive selection: what the question asks for, and what that in turn was made from."""
+"""Transitive selection: tokens that the question attends to, and tokens that those attend to in
+turn."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,13 +14,13 @@ from kvgraft.prefill.selection import SelectsInRounds
 
 @dataclass(frozen=True)
 class Transitive(SelectsInRounds):
-    """A sparse probe chooses tokens, whose queries choose further tokens; all of them run from
+    """Choose tokens by a sparse probe; their queries choose further tokens. All of them run from
     layer 0.
 
-    KVGraft's own method. No dense pass: the first layers (`probe_layers`) run on the fresh tokens
-    alone, against aligned KV, and the question's queries at the next layer score the grafted keys.
-    Each hop then probes with the tokens just chosen, and with fresh tokens inside the text (segment
-    edges) that scored as well.
+    KVGraft's own method, without a dense pass. The first layers (`probe_layers`) run on the fresh
+    tokens alone, against aligned KV. The question's queries at the next layer then score the
+    grafted keys. Each hop probes with the tokens just chosen, and with fresh tokens inside the text
+    (segment edges) that scored at least as high.
 
     Raises:
         ValueError: an option outside its range.
@@ -35,7 +36,7 @@ class Transitive(SelectsInRounds):
         require_layers(self, "probe_layers")
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Graft everything, probe and hop, then recompute fresh and chosen tokens."""
+        """Graft all layers, probe and hop, then run fresh and chosen tokens."""
         plan, layers = ctx.plan, range(ctx.num_layers)
         least = count_layers(self.probe_layers, self.probe_share, ctx.num_layers)
         probe = next(
