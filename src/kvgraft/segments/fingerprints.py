@@ -1,8 +1,9 @@
-"""Fingerprints of text, by which others can tell what a server holds without seeing any of it.
+"""Fingerprints of text, which describe the contents of a server without revealing them.
 
-A fingerprint is a keyed digest of some bytes of text at places that the text itself chooses, so
-equal text has equal fingerprints wherever it stands. The key is the scope: without it a fingerprint
-can be neither made nor tested."""
+A fingerprint is a keyed digest of some bytes of text, at places that the text itself determines. So
+equal text has equal fingerprints wherever it occurs. The key is the scope; without it a fingerprint
+can be neither made nor tested.
+"""
 
 import hashlib
 from collections.abc import Iterable
@@ -13,20 +14,20 @@ import numpy as np
 
 from kvgraft.segments.keys import check_scope, window_hashes
 
-WINDOW = 64  # bytes that a fingerprint is of
+WINDOW = 64  # bytes that a fingerprint covers
 SPACING = 128  # bytes between two fingerprints, on average; a power of two
-# bytes that two neighbours speak for at most: what lies between more distant ones is not known
+# Text between two known neighbours counts as known up to this distance in bytes.
 FARTHEST = 8 * SPACING
 
 
 @dataclass(frozen=True, eq=False)
 class Fingerprints:
-    """Of one text.
+    """Fingerprints of one text.
 
     Attributes:
-        places: of the first byte of each in the text, int64 [n], ascending.
+        places: position of the first byte of each in the text, int64 [n], ascending.
         values: uint64 [n].
-        num_bytes: of the text.
+        num_bytes: length of the text.
     """
 
     places: np.ndarray
@@ -35,7 +36,7 @@ class Fingerprints:
 
     @classmethod
     def of(cls, text: bytes, scope: bytes) -> "Fingerprints":
-        """Those of a text (UTF-8) in a scope (`scope_digest`)."""
+        """Make the fingerprints of a text (UTF-8) in a scope (`scope_digest`)."""
         check_scope(scope)
         windows = window_hashes(np.frombuffer(text, np.uint8), WINDOW, scope)
         places = np.flatnonzero(windows & np.uint64(SPACING - 1) == 0)
@@ -48,7 +49,8 @@ class Fingerprints:
 
     @classmethod
     def joined(cls, texts: Iterable["Fingerprints"]) -> "Fingerprints":
-        """Those of texts that follow each other, none of which reaches from one into the next."""
+        """Join the fingerprints of texts that follow each other. No fingerprint crosses a
+        border."""
         parts = list(texts)
         starts = np.cumsum([0, *(part.num_bytes for part in parts)])
         places = [
@@ -59,7 +61,7 @@ class Fingerprints:
         return cls(np.concatenate([*places, empty]), values, int(starts[-1]))
 
     def chain(self) -> np.ndarray:
-        """Of each fingerprint, what names it and all before it: uint64 [n]."""
+        """Name of each fingerprint together with all before it: uint64 [n]."""
         return self._chained
 
     @cached_property
@@ -71,13 +73,14 @@ class Fingerprints:
         return chained
 
     def known_bytes(self, known: np.ndarray) -> np.ndarray:
-        """How much text is known where these fingerprints bool [..., n] are: float64 [...], whole
-        numbers.
+        """Number of bytes that are known if these fingerprints bool [..., n] are: float64 [...],
+        whole numbers.
 
-        Each speaks for its window; two neighbours that are known for what lies between them, unless
-        that is too much."""
+        Each stands for its window. Two known neighbours also stand for the text between them, up to
+        a limit.
+        """
         gaps = np.diff(self.places)
-        # as far as the next one's
+        # Windows that overlap are counted once.
         reach = np.append(np.minimum(gaps, WINDOW), [WINDOW] * bool(len(self.places)))
         bridged = known[..., :-1] & known[..., 1:] & (gaps <= FARTHEST)
         # products of floats are much faster than those of integers
@@ -88,8 +91,8 @@ class Fingerprints:
 
 
 def _repeats(places: np.ndarray, windows: np.ndarray) -> np.ndarray:
-    """Which windows overlap an equal one before them, bool [n]: in "aaaa" all would be chosen, or
-    none."""
+    """Return which windows overlap an equal one before them, bool [n]. In "aaaa" all or none would
+    be chosen otherwise."""
     order = np.lexsort((places, windows))
     is_near = np.diff(places[order]) < WINDOW
     repeats = np.zeros(len(places), bool)

@@ -1,5 +1,5 @@
-"""Virtual-block index: finds, at any token offset, what of a prompt is already cached (SparseX,
-sections 4.3-4.5)."""
+"""Virtual-block index: finds cached parts of a prompt at any token offset (SparseX, sections
+4.3-4.5)."""
 
 import hashlib
 import os
@@ -15,7 +15,7 @@ from kvgraft.segments.run_selection import claim, longest_first
 from kvgraft.segments.table import EntryTable, IsLive, IsWhole, occurrence
 
 _INSERT_BATCH = 1 << 14  # blocks; bounds the temporary arrays of an insertion
-_LEVELS = 8  # of depth, that a prompt tells apart
+_LEVELS = 8  # of depth, that a match distinguishes
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class _Prompt:
 
 @dataclass
 class _Run:
-    """Claimed tokens [start, start + length) of a prompt; ids are the entries that cover them, of
-    at most a depth."""
+    """Claimed tokens [start, start + length) of a prompt. `ids` are the entries that cover them, of
+    at most this depth."""
 
     start: int
     length: int
@@ -37,18 +37,19 @@ class _Run:
 
 
 class VirtualBlockIndex:
-    """Names of physical blocks by content and namespace. It owns no KV memory and no page. For one
+    """Index of physical blocks by content and namespace. It owns no KV memory and no page. For one
     thread.
 
     Args:
         block_size: tokens per block.
         is_live: (pages int32 [n], versions int64 [n]) -> bool [n], whether each page still holds
-            the content that it had under that version. Entries found dead are dropped.
-        max_sources: entries kept of one content in one scope. Those of a greater depth never keep
-            one out, so there may be as many of each depth.
+            the content that it had under that version. Dead entries are dropped when they are
+            found.
+        max_sources: greatest number of entries with one content in one scope. Entries of greater
+            depth do not count, so each depth may add as many.
 
     Attributes:
-        num_lost: blocks that prompts would have had, but for their having been reclaimed.
+        num_lost: blocks that prompts would have matched if they had not been reclaimed.
         num_too_deep: tokens of the last prompt that are known, but only deeper than it may graft
             from.
     """
@@ -61,14 +62,15 @@ class VirtualBlockIndex:
         self.max_sources = max_sources
         self._entries = EntryTable(block_size, is_live)
         self.num_lost = self.num_too_deep = 0
-        self._secret = os.urandom(32)  # of the lookup hashes: nobody can make them collide
+        # A secret root of the lookup hashes prevents constructed collisions.
+        self._secret = os.urandom(32)
 
     def __len__(self) -> int:
         """Entries held, live and stale."""
         return len(self._entries)
 
     def nbytes(self) -> int:
-        """Host memory of the index in bytes, spare capacity included."""
+        """Host memory of the index in bytes, including spare capacity."""
         return self._entries.nbytes
 
     def insert(
@@ -85,26 +87,26 @@ class VirtualBlockIndex:
         unlimited: bool = False,
         is_whole: IsWhole | None = None,
     ) -> np.ndarray:
-        """Name m consecutive blocks of one source sequence.
+        """Register m consecutive blocks of one source sequence.
 
         Args:
             tokens: token ids, int [m * block_size].
             pages: distinct physical blocks that hold their KV, int [m].
             versions: content versions of the pages, int [m].
-            source: identity of the sequence, of no other one.
+            source: unique identity of the sequence.
             source_start: position of the first token in the source, a multiple of block_size.
             scope: `scope_digest` of model and namespace.
             depth: of all blocks or int [m], see `Match`.
             after: entry id of the block before the first, so that runs link across calls; no link
                 if it was dropped.
-            unlimited: name the blocks even where max_sources others hold the content, since these
-                will outlive them.
-            is_whole: only others in such pages count.
+            unlimited: register blocks even if max_sources others hold the content, since these will
+                outlive them.
+            is_whole: only other entries in such pages count.
 
         Returns:
-            Entry ids, int32 [m]. The known id where the scope already has that page in that
-            version; -1 where max_sources live entries already hold the content. The depth of a
-            block never gets less.
+            Entry ids, int32 [m]: the known id if the scope already has that page in that version;
+                -1 if max_sources live entries already hold the content. The depth of a known block
+                never decreases.
         """
         tokens, pages, versions = (
             as_int32("tokens", tokens),
@@ -132,14 +134,15 @@ class VirtualBlockIndex:
         return ids
 
     def match(self, query: MatchQuery) -> list[Match]:
-        """Return what of a prompt can be grafted: disjoint matches sorted by start.
+        """Return the parts of a prompt that can be grafted: disjoint matches sorted by start.
 
         Blocks on one diagonal (same source, same shift) form runs. The longest run claims its
-        positions first (ties: earlier scope, then earlier offset, then lower entry id); what others
-        lose by that is cut off in whole blocks. Blocks of a greater depth come after all others,
-        for what is left; of more than _LEVELS depths the greatest are one level, so that a prompt
-        costs no more however many there are. Then runs grow token by token into the neighbouring
-        blocks of their source.
+        positions first (ties: earlier scope, then earlier offset, then lower entry id). Other runs
+        lose whole blocks there.
+
+        Blocks of greater depth come after all others, for the positions that are left. Depths
+        beyond the first _LEVELS - 1 form one level, so that the cost does not grow with the number
+        of depths. Then runs grow token by token into the neighbouring blocks of their source.
         """
         free, unclaimed = query.unclaimed(), bytearray(query.unclaimed().tobytes())
         max_depth = min(query.max_depth, MAX_DEPTH)
@@ -165,12 +168,12 @@ class VirtualBlockIndex:
         return self._as_matches(runs)
 
     def discard_stale(self) -> int:
-        """Drop every entry whose page has been recycled; returns how many."""
+        """Drop every entry whose page has been recycled, and return how many."""
         return self._entries.discard_stale()
 
     @property
     def entries(self) -> EntryTable:
-        """What is known of each entry, for indexes beside this one; they only read."""
+        """Table of entries, for other indexes, which only read it."""
         return self._entries
 
     def lookup_scope(self, scope: bytes) -> bytes:
@@ -181,10 +184,11 @@ class VirtualBlockIndex:
     def around(
         self, entry: int, before: int, after: int, scope: bytes, max_depth: int
     ) -> np.ndarray:
-        """Ids of the entries of consecutive blocks of one source, int32: this one with up to so
-        many on either side.
+        """Return the entry with up to `before` and `after` consecutive blocks of its source on
+        either side, as ids int32.
 
-        All are live, of at most this depth, and of this scope; empty if this one is not.
+        All are live, of this scope, and of at most this depth. The result is empty if the entry
+        itself is not.
         """
         entries = self._entries
         ids = np.array(
@@ -199,8 +203,12 @@ class VirtualBlockIndex:
         return ids[bad[bad < here].max(initial=-1) + 1 : bad[bad > here].min(initial=len(ids))]
 
     def as_match(self, start: int, length: int, source_start: int, ids: np.ndarray) -> Match:
-        """Tokens [start, start + length) of a prompt, from source_start on in a source; ids cover
-        it by blocks."""
+        """Make a match of tokens [start, start + length) of a prompt, from source_start on in a
+        source.
+
+        Args:
+            ids: entries of the blocks that cover it.
+        """
         pages, depth = self._entries.page[ids], int(self._entries.depth[ids].max())
         return Match(start, length, source_start, pages, depth, int(self._entries.source[ids[0]]))
 
@@ -274,7 +282,7 @@ class VirtualBlockIndex:
     def _candidates(
         self, prompt: _Prompt, free: np.ndarray, scope: bytes
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(starts, ids) of the live entries of a scope, of any depth, that may stand at a wholly
+        """Return (starts, ids) of the live entries of a scope, of any depth, that match a fully
         free window: int64 [n], int32 [n]."""
         keys = window_hashes(prompt.query.tokens, self.block_size, self.lookup_scope(scope))
         if not len(keys):
@@ -296,7 +304,7 @@ class VirtualBlockIndex:
         return starts[usable], ids[usable]
 
     def _covered(self, starts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """bool [T]: which of so many tokens lie in windows that start there."""
+        """Tokens that lie in block windows at these starts: bool [T]."""
         begun, ended = (
             np.bincount(at, minlength=len(tokens) + 1) for at in (starts, starts + self.block_size)
         )
@@ -306,7 +314,11 @@ class VirtualBlockIndex:
         self, prompt: _Prompt, starts: np.ndarray, ids: np.ndarray, ranks: np.ndarray, depth: int
     ) -> list[_Run]:
         """Form runs of the candidates, of at most this depth, and claim their positions, longest
-        first. `ranks` are those of their scopes; a source is of one scope."""
+        first.
+
+        Args:
+            ranks: order of the candidates' scopes; a source has one scope.
+        """
         entries, size, unclaimed = self._entries, self.block_size, prompt.unclaimed
         source, source_start = entries.source[ids], entries.source_start[ids]
         lines = np.stack((source, source_start - starts, starts))  # [3, n]
@@ -315,7 +327,7 @@ class VirtualBlockIndex:
         order = np.delete(order, np.flatnonzero(repeated) + 1)
         joined = (np.diff(lines[:, order]) == [[0], [0], [size]]).all(axis=0)
         edges = np.concatenate(([0], np.flatnonzero(~joined) + 1, [len(order)]))
-        # none if there are no blocks
+        # no candidates if there are no blocks
         candidates = np.stack((edges[:-1], edges[1:]), axis=1)[: len(order)]
         starts, ids, ranks, source_start = (
             starts[order],
@@ -332,8 +344,8 @@ class VirtualBlockIndex:
         ]
 
     def _extend(self, prompt: _Prompt, runs: list[_Run], step: int) -> None:
-        """Grow each run to the left (step -1) or right (+1), by less than a block: a whole one
-        would be in the run."""
+        """Grow each run to the left (step -1) or right (+1) by less than a block, since a whole
+        block would be in the run."""
         edges = np.array([run.ids[-1 if step > 0 else 0] for run in runs], np.int32)
         near = self._neighbours(prompt, runs, edges, step)
         places = np.array(
@@ -357,8 +369,10 @@ class VirtualBlockIndex:
     def _neighbours(
         self, prompt: _Prompt, runs: list[_Run], ids: np.ndarray, step: int
     ) -> np.ndarray:
-        """The live entry next to each, the edge of a run, in its source, of the run's scope and at
-        most its depth, or -1: int32 [runs]."""
+        """Live entry next to each run's edge in its source, or -1: int32 [runs].
+
+        It must have the run's scope and at most its depth.
+        """
         entries, near = self._entries, self._entries.adjacent(ids, step)
         depths = np.array([run.depth for run in runs], np.int16)
         allowed = (near >= 0) & (entries.depth[near] <= depths)
@@ -368,7 +382,7 @@ class VirtualBlockIndex:
         return np.where(allowed, near, -1)
 
     def _as_matches(self, runs: list[_Run]) -> list[Match]:
-        """Runs as matches: `as_match`, of all at once."""
+        """Make matches of all runs at once, like `as_match`."""
         if not runs:
             return []
         entries, ids = self._entries, np.concatenate([run.ids for run in runs])

@@ -1,8 +1,9 @@
-"""Content keys of token blocks: a rolling hash proposes where text stands, chained SHA-256 names a
+"""Content keys of token blocks: a rolling hash proposes where text occurs, chained SHA-256 names a
 whole prefix.
 
 A scope is the 32-byte digest of model identity and namespace (SparseX, section 4.3: the extra key).
-It is the root of every key, so blocks of two namespaces never share one."""
+It is the root of every key, so blocks of two namespaces never share one.
+"""
 
 import hashlib
 from functools import cache
@@ -10,7 +11,8 @@ from functools import cache
 import numpy as np
 
 SCOPE_BYTES = 32
-KEPT_POWERS = 1 << 16  # of a base, for later texts
+# Number of cached powers of a base.
+KEPT_POWERS = 1 << 16
 _BASE = 0x9E3779B97F4A7C15  # odd, hence invertible modulo 2^64
 _INVERSE = pow(_BASE, -1, 1 << 64)
 
@@ -32,7 +34,7 @@ def check_scope(scope: bytes) -> None:
 
 
 def as_int32(name: str, values: np.ndarray) -> np.ndarray:
-    """Values as an int32 vector; ValueError unless they are one-dimensional integers in [0,
+    """Return values as an int32 vector; ValueError unless they are one-dimensional integers in [0,
     2^31)."""
     array = np.asarray(values)
     if array.ndim != 1:
@@ -47,13 +49,15 @@ def as_int32(name: str, values: np.ndarray) -> np.ndarray:
 
 
 def window_hashes(tokens: np.ndarray, block_size: int, scope: bytes) -> np.ndarray:
-    """Rolling hash of the window of block_size tokens at every offset: `sum_k mix(token_k) B^k mod
-    2^64`, mixed again.
+    """Hash the window of block_size tokens at every offset: `sum_k mix(token_k) B^k mod 2^64`,
+    mixed again.
 
-    It does not depend on the offset. It only proposes candidates: collisions can be constructed.
+    The hash does not depend on the offset. It only proposes candidates, since collisions can be
+    constructed.
 
     Args:
         tokens: token ids, int [n], or the bytes of a text, uint8.
+
     Returns:
         uint64 [max(n - block_size + 1, 0)].
     """
@@ -75,7 +79,7 @@ def block_hashes(blocks: np.ndarray, scope: bytes) -> np.ndarray:
 
 
 def chain_hashes(tokens: np.ndarray, block_size: int, parent: bytes) -> list[bytes]:
-    """Exact-prefix key of every full block: SHA-256 over the key before it, or the scope
+    """Exact-prefix key of every full block: SHA-256 over the preceding key, or the scope
     (`parent`), and its tokens."""
     check_scope(parent)
     data, width = tokens.astype("<i4").tobytes(), 4 * block_size
@@ -111,7 +115,7 @@ def _made_powers(base: int, count: int) -> np.ndarray:
 
 
 def _mix(words: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64, in place."""
+    """Apply the finalizer of splitmix64 in place."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         words ^= words >> np.uint64(shift)
         words *= np.uint64(factor)

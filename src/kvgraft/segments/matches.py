@@ -1,4 +1,5 @@
-"""What can be grafted where: the result of every index, and what plans are made of."""
+"""Queries for text that can be grafted, and matches: the result of every index, from which plans
+are made."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +9,13 @@ import numpy as np
 from kvgraft.segments.keys import as_int32, check_scope
 from kvgraft.segments.table import IsWhole
 
-MAX_DEPTH = 2**14  # what is deeper counts as this deep, so that depths fit into 16 bits
-DEEP = 5  # depths from this one on have one name
+# Depths are capped here, so that they fit into 16 bits.
+MAX_DEPTH = 2**14
+DEEP = 5  # depths from this one on share one name
 
 
 def depth_name(depth: int) -> str:
-    """Its name in tables and metrics, of which there are few."""
+    """Name of a depth in tables and metrics. There are few names, to bound the number of labels."""
     return f"{DEEP}+" if depth >= DEEP else str(depth)
 
 
@@ -24,7 +26,7 @@ def in_blocks(values: np.ndarray, block_size: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class MatchQuery:
-    """A prompt, and which known text may be grafted into it.
+    """A prompt, and the limits on known text that may be grafted into it.
 
     Attributes:
         tokens: the prompt, int32 [T]; other integers are converted.
@@ -35,12 +37,12 @@ class MatchQuery:
         max_depth: greatest depth of blocks that may be used.
         require_clean_context: use only text that its source began with. The KV of other text
             carries the context that it was first read in, which may be hostile.
-        similar: also find near-duplicates, where the index knows them.
+        similar: also find near-duplicates, if the index supports them.
         is_whole: use only pages for which this is true; None: all pages.
 
     Raises:
-        ValueError: `free` has another dtype or shape, a scope is given twice or is none, tokens are
-            no vector of integers.
+        ValueError: `free` has another dtype or shape, a scope is invalid or occurs twice, or tokens
+            are no vector of integers.
     """
 
     tokens: np.ndarray
@@ -71,15 +73,14 @@ class Match:
     """Tokens [start, start + length) of a prompt that can be grafted from one source.
 
     Attributes:
-        source_start: position in the source of the first token; any token, not only a block's
-            first.
+        source_start: position in the source of the first token; it may lie within a block.
         pages: int32, physical blocks that cover [source_start, source_start + length) of the
             source.
-        depth: the greatest of the blocks: 0 is exact KV, d + 1 what was computed over grafts of
-            depth d.
+        depth: greatest depth of the blocks: 0 is exact KV, d + 1 was computed over grafts of depth
+            d.
         source: identity of the sequence that the tokens were read in.
-        reading: the same number for matches that were read in one prompt, though their sources
-            differ; None: `source`.
+        reading: equal for matches that were read in one prompt, though their sources differ; None:
+            `source`.
     """
 
     start: int
@@ -91,7 +92,7 @@ class Match:
     reading: int | None = None
 
     def where(self, usable: np.ndarray, block_size: int) -> "list[Match]":
-        """The parts of the match that lie in pages where `usable` bool [pages] is set."""
+        """Return the parts of the match that lie in pages where `usable` bool [pages] is set."""
         first = self.source_start % block_size  # within the pages
         edges = np.flatnonzero(
             np.diff(np.concatenate(([False], usable, [False])).astype(np.int8))
@@ -110,14 +111,18 @@ class Match:
 def grafted_tokens(
     matches: Sequence[Match], block_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The tokens of matches, one after the other, int64 [g] each: positions in the prompt, slots in
-    the paged KV pool, these positions minus those in the source, and `Match.reading`."""
+    """List the tokens of matches one after the other, int64 [g] each.
+
+    Returns:
+        Positions in the prompt, slots in the paged KV pool, shifts (new minus old position), and
+            `Match.reading`.
+    """
     readings = [m.source if m.reading is None else m.reading for m in matches]
     rows = [(m.start, m.length, m.source_start, len(m.pages)) for m in matches]
     starts, lengths, source_starts, num_pages = np.array(rows, np.int64).reshape(-1, 4).T
     pages = np.concatenate([np.zeros(0, np.int64), *(match.pages for match in matches)])
     slots = (pages[:, None] * block_size + np.arange(block_size)).ravel()
-    # where each match is in slots
+    # first slot index of each match
     firsts = block_size * (num_pages.cumsum() - num_pages) + source_starts % block_size
     numbers, before = np.arange(lengths.sum()), lengths.cumsum() - lengths
     places, held = (numbers + (first - before).repeat(lengths) for first in (starts, firsts))

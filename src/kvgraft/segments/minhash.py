@@ -1,9 +1,10 @@
-"""MinHash of token segments and banded LSH over it: what resembles what (cross-query reuse, segment
+"""MinHash of token segments, and banded LSH that proposes similar ones (cross-query reuse, segment
 discovery).
 
 Shingles are windows of k tokens, hashed by `keys.window_hashes` under the scope, so signatures of
-two namespaces have nothing in common. Only proposals come from here: nothing is reused before its
-tokens have been compared."""
+two namespaces are unrelated. The result is only a proposal: tokens are compared before anything is
+reused.
+"""
 
 from functools import lru_cache
 
@@ -31,8 +32,7 @@ class Permutations:
         self._terms = random.integers(0, 1 << 63, count, np.uint64)
 
     def signatures(self, hashes: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """The least image of the hashes [start, stop) of each segment under each map: uint32 [n,
-        P].
+        """Least image of the hashes [start, stop) of each segment under each map: uint32 [n, P].
 
         Args:
             hashes: uint64 [T].
@@ -50,32 +50,34 @@ class Permutations:
         return signatures
 
     def _images(self, hashes: np.ndarray) -> np.ndarray:
-        """uint32 [t + 1, P]; the last row is greater than all, and there only so that a segment may
-        end before it."""
+        """Images of the hashes, uint32 [t + 1, P]. The last row is the maximum, so that a segment
+        may end before it."""
         images = np.full((len(hashes) + 1, len(self._factors)), np.iinfo(np.uint32).max, np.uint32)
         images[:-1] = (hashes[:, None] * self._factors + self._terms) >> np.uint64(32)
         return images
 
 
 def compact(signatures: np.ndarray) -> np.ndarray:
-    """The low byte of each component: uint8 [n, P]."""
+    """Low byte of each component: uint8 [n, P]."""
     return signatures.astype(np.uint8)
 
 
 def similarity(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Estimates of the Jaccard similarity from compact signatures uint8 [n, P]: float64 [n],
-    corrected for equal bytes of different components, so that what has nothing in common is near
-    0."""
+    """Estimate the Jaccard similarity from compact signatures uint8 [n, P]: float64 [n].
+
+    It is corrected for equal bytes of different components, so that unrelated segments are near 0.
+    """
     return ((left == right).mean(axis=1) * _BITS - 1) / (_BITS - 1)
 
 
 @lru_cache(maxsize=16)
 def bands(threshold: float, permutations: int, miss_weight: float = 0.5) -> tuple[int, int]:
-    """Number of bands and components in each that tell best what is at least as similar as the
+    """Return the number of bands, and of components in each, that best separate pairs at the
     threshold.
 
-    A pair of similarity s is proposed with probability `1 - (1 - s^r)^b`. Minimises the area of
-    false proposals below the threshold and, weighted by `miss_weight` against it, of misses above.
+    A pair of similarity s is proposed with probability `1 - (1 - s^r)^b`. The function minimises
+    the area of false proposals below the threshold plus that of misses above it, weighted by
+    `miss_weight`.
     """
     similarities = np.linspace(0, 1, 1001)
     below = similarities < threshold
@@ -91,8 +93,8 @@ def bands(threshold: float, permutations: int, miss_weight: float = 0.5) -> tupl
 
 
 def band_keys(signatures: np.ndarray, count: int, rows: int, scope: bytes) -> np.ndarray:
-    """Bucket of each band in this scope, uint64 [n, count]: equal where all components of the band
-    are."""
+    """Bucket of each band in this scope, uint64 [n, count]. It is equal if all components of the
+    band are equal."""
     parts = signatures[:, : count * rows].reshape(-1, count, rows)
     number = np.broadcast_to(np.arange(count, dtype=np.uint32)[:, None], (len(parts), count, 1))
     return block_hashes(
@@ -104,7 +106,7 @@ def winnow(hashes: np.ndarray, span: int) -> np.ndarray:
     """Offsets whose hash is the least of some `span` consecutive ones, ascending, int64 (Schleimer
     et al. 2003).
 
-    Equal text has equal offsets wherever it stands; there is one at least in every `span`.
+    Equal text has equal offsets wherever it occurs. Every `span` contains at least one.
     """
     if len(hashes) < span:
         return np.flatnonzero(hashes == hashes.min(initial=np.iinfo(np.uint64).max))[:1]

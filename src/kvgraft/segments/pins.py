@@ -1,7 +1,8 @@
-"""Pinned documents: knowledge whose physical blocks stay while others are reclaimed (SparseX,
-sections 4.1 and 4.2).
+"""Pinned documents: text whose physical blocks stay while others are reclaimed (SparseX, sections
+4.1 and 4.2).
 
-It owns no memory: an entry is a name for pages of the common pool, each held by one reference.
+This module owns no memory. An entry names pages of the common pool, and holds one reference to
+each.
 """
 
 from collections import Counter
@@ -13,7 +14,7 @@ import numpy as np
 
 
 class PinnablePages(Protocol):
-    """What pinned documents need of a page pool; a host brings its own."""
+    """Operations of a page pool that pinned documents need; a host implements them."""
 
     hit_counts: np.ndarray  # int64 [pages], how often each page was reused
 
@@ -28,8 +29,8 @@ class PinnablePages(Protocol):
 
 @dataclass(frozen=True)
 class PinnedDocument:
-    """What is pinned under one name. `num_shed` pages were given back under memory pressure;
-    `owner`, who may have several namespaces, is who is charged for the others."""
+    """Document that is pinned under one name. `num_shed` of its pages were released under memory
+    pressure. `owner`, who may have several namespaces, is charged for the others."""
 
     name: str
     namespace: str
@@ -39,15 +40,15 @@ class PinnedDocument:
 
 
 class PinnedDocuments:
-    """Named sets of pinned pages; gives the least-referenced ones back when the pool fills up.
+    """Named sets of pinned pages. The least-referenced pages are released when the pool fills up.
 
-    A namespace only ever sheds its own pages, so that no tenant can evict another's knowledge;
+    A namespace only sheds its own pages, so that no tenant can evict another's documents.
     `capacity` leaves room for the requests of the others.
 
     Args:
         pool: the page pool that all requests share.
-        watermark: share of used pages (0 to 1] above which `shed` gives pinned pages back.
-        capacity: share of the pool (0 to 1] that pinned pages may take altogether.
+        watermark: share of used pages (0 to 1] above which `shed` releases pinned pages.
+        capacity: share of the pool (0 to 1] that all pinned pages together may take.
     """
 
     def __init__(self, pool: PinnablePages, watermark: float = 0.9, capacity: float = 0.5) -> None:
@@ -74,7 +75,7 @@ class PinnedDocuments:
             quota: share of the capacity that this owner may take.
 
         Raises:
-            ValueError: no pages, or more than there is room for.
+            ValueError: there are no pages, or more than there is room for.
         """
         if not pages:
             raise ValueError(f"nothing to pin under {name!r}: the text fills no whole block")
@@ -109,7 +110,7 @@ class PinnedDocuments:
 
     @property
     def pages(self) -> set[int]:
-        """All that are held, each once, whoever names it."""
+        """All pinned pages, each once."""
         return {page for entry in self._entries.values() for page in entry.pages}
 
     def __len__(self) -> int:
@@ -121,30 +122,31 @@ class PinnedDocuments:
         return [entry for (owner, _), entry in self._entries.items() if namespace in (None, owner)]
 
     def delete(self, name: str, namespace: str) -> None:
-        """Unpin an entry; its content stays findable until it is reclaimed. Unknown names raise
-        KeyError."""
+        """Unpin an entry; KeyError if the name is unknown. Its content stays findable until it is
+        reclaimed."""
         if (namespace, name) not in self._entries:
             raise KeyError(f"no pinned entry {name!r} in namespace {namespace!r}")
         self.pool.release(self._entries.pop((namespace, name)).pages)
 
     @property
     def num_unpressed(self) -> int:
-        """Pages that can be taken before the watermark is reached, above which pinned ones are
+        """Pages that can be allocated before the watermark is reached, above which pinned pages are
         shed."""
         return max(int(self.watermark * self.pool.num_pages) - self.pool.num_used, 0)
 
     def num_sheddable(self, namespace: str, spare: Container[int] = ()) -> int:
-        """Pages that shedding everything of this namespace but `spare` would free."""
+        """Pages that would be freed by shedding everything of this namespace except `spare`."""
         return len(self._freeable(namespace, spare))
 
     def shed(self, namespace: str, num_needed: int = 0, spare: Container[int] = ()) -> int:
-        """Give this namespace's least-referenced pages back until `num_needed` more would leave use
-        at the watermark.
+        """Release this namespace's least-referenced pages until `num_needed` more pages fit below
+        the watermark.
 
-        Pages in `spare` stay, as do those that a request holds, too: giving them back would free
-        nothing.
+        Pages in `spare` stay. Pages that a request also holds stay, since releasing them would free
+        nothing. Entries that lose all their pages disappear.
 
-        Returns the number of pages given back; entries that lose all their pages disappear.
+        Returns:
+            The number of pages released.
         """
         excess = max(self.pool.num_used + num_needed - int(self.watermark * self.pool.num_pages), 0)
         if not excess:
@@ -165,7 +167,7 @@ class PinnedDocuments:
         return len(shed)
 
     def _freeable(self, namespace: str, spare: Container[int]) -> set[int]:
-        """Pages but `spare` that nobody but the entries of this namespace holds."""
+        """Pages, except `spare`, that only entries of this namespace hold."""
         held = Counter(page for entry in self.list(namespace) for page in entry.pages)
         return {
             page

@@ -1,4 +1,4 @@
-"""From text to token ids: chat template, reuse markers, anchors, padding to blocks (SparseX,
+"""Tokenisation of prompts: chat template, reuse markers, anchors, padding to blocks (SparseX,
 section 4.5)."""
 
 import re
@@ -20,7 +20,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Segment:
-    """Reusable text. It is tokenised on its own, so that its token ids never depend on its
+    """Reusable text. It is tokenised on its own, so its token ids never depend on its
     neighbours."""
 
     text: str
@@ -38,17 +38,17 @@ class TokenisedPrompt:
 
 
 def mark(text: str) -> str:
-    """Text between reuse markers, unless it has markers of its own."""
+    """Put text between reuse markers, unless it has markers of its own."""
     return text if START in text else f"{START}{text}{END}"
 
 
 def parse_markers(text: str, *, start: str = START, end: str = END) -> list[Part]:
-    """Split text at reuse markers; what stands between a start and an end becomes a Segment. Empty
-    pieces drop out.
+    """Split text at reuse markers. Text between a start and an end marker becomes a Segment. Empty
+    pieces are dropped.
 
     Raises:
-        ValueError: a marker without its partner or inside another pair, with its position; or
-            markers that are empty or begin alike, so that they cannot be told apart.
+        ValueError: a marker is unpaired or nested (the message gives its position), or the markers
+            are empty or one begins with the other.
     """
     if start.startswith(end) or end.startswith(start):
         raise ValueError(
@@ -73,8 +73,8 @@ def split_at_anchors(text: str, anchors: Sequence[str]) -> list[Part]:
     """Split text so that every anchor begins a Segment, which lasts to the next one (cross-query
     reuse, segmentation).
 
-    Anchors are what recurs in a trace, as "\\nThought:" or "\\nPassage". The parts joined are the
-    text again.
+    Anchors are strings that recur in a trace, such as "\\nThought:" or "\\nPassage". The joined
+    parts equal the text.
 
     Raises:
         ValueError: there is no anchor, or an empty one.
@@ -90,8 +90,8 @@ def split_at_anchors(text: str, anchors: Sequence[str]) -> list[Part]:
 
 
 def render_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]) -> str:
-    """The text of a conversation up to where the assistant answers, by the model's own chat
-    template (sandboxed).
+    """Render a conversation up to the assistant's answer, by the model's own chat template
+    (sandboxed).
 
     Args:
         messages: `{"role": system | user | assistant | tool, "content": text}` each; reuse markers
@@ -131,21 +131,22 @@ def tokenise(
     """Tokenise a prompt.
 
     Args:
-        parts: plain text, or parts in order, or token ids, which are taken as they are.
+        parts: plain text, or parts in order, or token ids, which are used unchanged.
         encode: text to token ids, without special tokens of its own.
-        prefix_ids: put first, as the beginning-of-sequence token.
-        block_size, pad_id: both or neither. Padding goes where a segment begins and where other
-            text follows one, so that segments begin at multiples of block_size.
+        prefix_ids: ids to put first, such as the beginning-of-sequence token.
+        block_size, pad_id: both or neither. Padding is inserted before a segment and before text
+            that follows one, so that segments begin at multiples of block_size.
 
     Raises:
-        ValueError: a prompt without tokens, or only one of block_size and pad_id, or a block_size
-            below 1.
+        ValueError: the prompt has no tokens, only one of block_size and pad_id is given, or
+            block_size is below 1.
     """
     if (block_size is None) != (pad_id is None) or (block_size is not None and block_size < 1):
         raise ValueError(
             f"block_size {block_size}, pad_id {pad_id}: both or neither, and block_size at least 1"
         )
-    if set(map(type, parts)) == {int}:  # one by one, thousands take milliseconds
+    # Token ids need no loop, which would take milliseconds for thousands of them.
+    if set(map(type, parts)) == {int}:
         return TokenisedPrompt(np.array([*prefix_ids, *parts], dtype=np.int64), ())
     token_ids, segments, after_segment = list(prefix_ids), [], False
     for part in [parts] if isinstance(parts, str) else parts:

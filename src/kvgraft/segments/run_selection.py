@@ -1,5 +1,5 @@
-"""Which run of known blocks gets which positions of a prompt. `unclaimed` holds 1 where a token may
-be grafted."""
+"""Assignment of prompt positions to runs of known blocks. `unclaimed` holds 1 where a token may be
+grafted."""
 
 import heapq
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ def longest_first(
     unclaimed: bytearray,
     block_size: int,
 ) -> Iterator[Run]:
-    """Yield disjoint runs of candidate blocks, longest first, and claim their positions. Of equally
-    long ones the one comes first whose first block has the lowest rank, then start, then id.
+    """Yield disjoint runs of candidate blocks, longest first, and claim their positions.
 
-    A run that has lost blocks to a longer one is cut; its pieces compete again. A run that begins
-    with a block that may not begin one (`may_begin`, bool [blocks]) is none.
+    Ties go to the run whose first block has the lowest rank, then start, then id. A run that has
+    lost blocks to a longer one is cut, and its pieces compete again. Runs must begin with a block
+    that may begin one (`may_begin`, bool [blocks]).
 
     Args:
         runs: candidates [first, stop), each of blocks that follow each other in the prompt: int [n,
@@ -49,8 +49,8 @@ def longest_first(
 
 
 def claim(unclaimed: bytearray, position: int, count: int, step: int) -> int:
-    """Claim up to `count` positions from this one on, by step (-1 or +1), as far as they are
-    unclaimed; how many."""
+    """Claim up to `count` unclaimed positions from this one on, by step (-1 or +1), and return how
+    many."""
     if step > 0:
         taken = unclaimed.find(0, position, position + count)
         count = count if taken < 0 else taken - position
@@ -65,7 +65,7 @@ def claim(unclaimed: bytearray, position: int, count: int, step: int) -> int:
 def _open_blocks(
     unclaimed: bytearray, start: int, num_blocks: int, block_size: int
 ) -> Iterator[Run]:
-    """Stretches of blocks, of those from position `start` on, that are wholly unclaimed."""
+    """Yield runs of fully unclaimed blocks, among `num_blocks` blocks from position `start` on."""
     first, end = 0, start + block_size * num_blocks
     while first < num_blocks:
         begin = start + block_size * first

@@ -1,5 +1,5 @@
-"""Identical text and, if wanted, near-duplicates of it: one index of blocks, and one of segments
-beside it."""
+"""Index of identical text and, optionally, of near-duplicates: one of blocks, and one of segments
+on top of it."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,11 +14,11 @@ from kvgraft.segments.table import IsLive
 
 
 class SegmentIndex:
-    """Blocks by content, wherever they stand in a prompt.
+    """Blocks by content, wherever they occur in a prompt.
 
     Args:
-        is_live: of `VirtualBlockIndex`.
-        similarity: what counts as a near-duplicate; None knows identical text only.
+        is_live: see `VirtualBlockIndex`.
+        similarity: definition of near-duplicates; None finds only identical text.
         anchors: token sequences that begin a segment, for near-duplicates.
     """
 
@@ -46,14 +46,18 @@ class SegmentIndex:
         usable: np.ndarray | None = None,
         **place: Any,
     ) -> np.ndarray:
-        """Name consecutive blocks of one source: `VirtualBlockIndex.insert`. The segments in them
-        become known, too: in all of them, or in those where `usable` bool [m] is set."""
+        """Register consecutive blocks of one source: `VirtualBlockIndex.insert`.
+
+        Their segments are registered, too: in all blocks, or in those where `usable` bool [m] is
+        set.
+        """
         ids = self.blocks.insert(tokens, pages, versions, scope=scope, **place)
         if self.similar is not None:
             self.similar.insert(ids if usable is None else np.where(usable, ids, -1), scope)
         return ids
 
     def match(self, query: MatchQuery) -> list[Match]:
-        """Return what of a prompt is known: `VirtualBlockIndex.match`, `SimilarIndex.match`."""
+        """Return the parts of a prompt that are known: `VirtualBlockIndex.match` or
+        `SimilarIndex.match`."""
         index = self.similar if query.similar and self.similar is not None else self.blocks
         return index.match(query)

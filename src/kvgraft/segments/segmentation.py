@@ -1,5 +1,5 @@
-"""Where segments that may recur begin and end, and how they are recognised (cross-query reuse,
-segment discovery)."""
+"""Segmentation: borders and signatures of segments that may recur (cross-query reuse, segment
+discovery)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,25 +14,27 @@ from kvgraft.segments.minhash import Permutations, compact, winnow
 
 ANCHORS = ("\nThought:", "\nAction:", "\nObservation:", "<tool_call>", "<tool_response>")
 MAX_SEGMENT = 256  # tokens
-WINNOW = 32  # shingles, of which the least begins a window: one in 16 or so
+# A window begins at the least of this number of shingles, which is about one in 16.
+WINNOW = 32
 
 
 @dataclass(frozen=True)
 class Similarity:
-    """What counts as a near-duplicate; the names are those of the paper.
+    """Definition of near-duplicates; the names are those of the paper.
 
     Attributes:
-        tau: least Jaccard similarity of the shingles of two segments. The paper has 0.8, which of a
-            text of which a twentieth was edited misses most; nothing is grafted that differs, so
-            that a low one does no harm.
-        window_tokens: of the overlapping windows.
-        tolerance_tokens: by which two segments may differ in length (r).
-        context_tau: least similarity of the left contexts; 0 takes any.
-        context_tokens: how much of the text before a segment is its left context (W).
-        min_run_tokens: identical ones in a row that are worth a graft.
-        shingle_tokens: of a shingle (k).
+        tau: least Jaccard similarity of the shingles of two segments. The paper has 0.8, which
+            misses most of a text if a twentieth of it was edited. Tokens that differ are never
+            grafted, so a low value does no harm.
+        window_tokens: length of the overlapping windows.
+        tolerance_tokens: greatest difference in length of two segments (r).
+        context_tau: least similarity of the left contexts; 0 accepts any.
+        context_tokens: length of the left context, the text before a segment (W).
+        min_run_tokens: least number of identical tokens in a row to graft.
+        shingle_tokens: length of a shingle (k).
         permutations: components of a signature.
-        candidates: stored segments that are aligned with a segment of a prompt at most (M).
+        candidates: greatest number of stored segments that are aligned with a segment of a prompt
+            (M).
 
     Raises:
         ValueError: an option outside its range.
@@ -61,13 +63,13 @@ class Similarity:
 
     @property
     def shortest(self) -> int:
-        """Tokens that a segment must have."""
+        """Least number of tokens in a segment."""
         return max(self.window_tokens // 2, 2 * self.shingle_tokens)
 
 
 def parse_match(text: str) -> Similarity | None:
-    """How prompts are matched: `exact` is None, `similar` or `similar:tau=0.7,...` a `Similarity`;
-    else ValueError."""
+    """Parse the matching of prompts: `exact` is None, `similar` or `similar:tau=0.7,...` a
+    `Similarity`; otherwise ValueError."""
     name, options = parse("match", text)
     if name == "exact" and not options:
         return None
@@ -76,12 +78,13 @@ def parse_match(text: str) -> Similarity | None:
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Segments [start, stop) of one token sequence, and what they are recognised by.
+    """Segments [start, stop) of one token sequence, with their signatures.
 
     Attributes:
         starts, stops: int64 [n].
         signatures: uint32 [n, P].
-        contexts: compact signatures of their left contexts, uint8 [n, P], 0 where there is none.
+        contexts: compact signatures of their left contexts, uint8 [n, P]; 0 for segments without
+            one.
     """
 
     starts: np.ndarray
@@ -94,7 +97,7 @@ class Segmenter:
     """Cuts token sequences into segments.
 
     Args:
-        options: their lengths, and what their signatures are made of.
+        options: lengths of segments, and settings of their signatures.
         anchors: token sequences that begin a segment wherever they occur.
     """
 
@@ -104,12 +107,12 @@ class Segmenter:
         self._permutations = Permutations(options.permutations)
 
     def cut(self, tokens: np.ndarray, scope: bytes, wanted: np.ndarray | None = None) -> Segments:
-        """Windows and anchored stretches of tokens int32 [T]; signatures of different scopes have
-        nothing in common.
+        """Cut tokens int32 [T] into windows and anchored segments. Signatures of different scopes
+        are unrelated.
 
         Args:
             wanted: bool [T]; segments with fewer than `min_run_tokens` of these tokens are left
-                out. None: all are.
+                out. None: all tokens.
         """
         options, shingles = self.options, window_hashes(tokens, self.options.shingle_tokens, scope)
         windows = winnow(shingles, WINNOW)
@@ -125,7 +128,8 @@ class Segmenter:
             before = np.concatenate(([0], np.cumsum(wanted)))
             useful = before[stops] - before[starts] >= options.min_run_tokens
             starts, stops = starts[useful], stops[useful]
-        lost = options.shingle_tokens - 1  # the last tokens of a segment begin no shingle of it
+        # The last tokens of a segment begin no shingle of it.
+        lost = options.shingle_tokens - 1
         signatures = self._permutations.signatures(shingles, starts, stops - lost)
         contexts = np.zeros(
             (len(starts), options.permutations if options.context_tau else 0), np.uint8
@@ -139,8 +143,8 @@ class Segmenter:
         return Segments(starts, stops, signatures, contexts)
 
     def _anchored(self, tokens: np.ndarray) -> np.ndarray:
-        """Where stretches between anchors begin, and where the last one ends, int64; none is too
-        short."""
+        """Starts of the stretches between anchors, then the end of the last one, int64. No stretch
+        is too short."""
         positions: list[int] = []
         for anchor in self._anchors:
             if len(anchor) <= len(tokens):

@@ -1,9 +1,10 @@
-"""Near-duplicate matching: text that is known but for edits (cross-query reuse, segment discovery
-and retrieval).
+"""Near-duplicate matching: text that is known except for edits (cross-query reuse, segment
+discovery and retrieval).
 
 Segments are windows at content-defined offsets and stretches between anchors. MinHash and LSH only
-propose that two segments resemble each other; an exact alignment of their tokens then decides which
-runs are identical and may be grafted. What was edited is fresh."""
+propose similar segments. An exact alignment of their tokens then decides which runs are identical
+and may be grafted. Edited tokens are fresh.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,14 +19,14 @@ from kvgraft.segments.minhash import band_keys, bands, compact, similarity
 from kvgraft.segments.segmentation import MAX_SEGMENT, WINNOW, Segmenter, Segments, Similarity
 from kvgraft.segments.table import EntryTable, Table, occurrence
 
-# of a segment that LSH does not propose, against a false proposal, which costs little
+# Weight of a missed segment against a false proposal, which costs little.
 _MISS_WEIGHT = 0.9
-_MAX_BUCKET = 16  # segments of one bucket; further ones are not kept
+_MAX_BUCKET = 16  # segments of one bucket; further ones are not stored
 
 
 class SegmentTable(Table):
-    """Stored segments, found by the buckets of their bands. They live as long as the entry of their
-    first block."""
+    """Stored segments, found by the buckets of their bands. A segment lives as long as the entry of
+    its first block."""
 
     def __init__(
         self, entries: EntryTable, num_bands: int, permutations: int, with_context: bool
@@ -48,11 +49,11 @@ class SegmentTable(Table):
 
 
 class SimilarIndex:
-    """Finds what exact matching cannot: runs of known text between edits. For one thread.
+    """Finds runs of known text between edits, which exact matching misses. For one thread.
 
     Args:
         blocks: the index of the blocks that segments lie in.
-        options: what counts as a near-duplicate.
+        options: definition of near-duplicates.
         anchors: token sequences that begin a segment wherever they occur.
     """
 
@@ -75,13 +76,12 @@ class SimilarIndex:
         return len(self._table)
 
     def nbytes(self) -> int:
-        """Host memory in bytes, spare capacity included; the tokens are those of the block
-        index."""
+        """Host memory in bytes, including spare capacity. The tokens belong to the block index."""
         return self._table.nbytes
 
     def insert(self, ids: np.ndarray, scope: bytes) -> int:
-        """Know the segments that end in consecutive blocks of one source; returns how many were
-        added.
+        """Register the segments that end in consecutive blocks of one source, and return how many
+        were added.
 
         Args:
             ids: entries of the blocks, as `VirtualBlockIndex.insert` returned them, int32 [m].
@@ -94,7 +94,7 @@ class SimilarIndex:
         size, entries = self.blocks.block_size, self.blocks.entries
         reach = MAX_SEGMENT + max(self.options.context_tokens, WINNOW)
         before = entries.walk(int(ids[0]), -1, -(-reach // size))[::-1]
-        # begin: of what is new
+        # begin: first new token
         begin, ids = size * len(before), np.array([*before, *ids], np.int32)
         root = self.blocks.lookup_scope(scope)
         segments = self.segmenter.cut(entries.tokens[ids].ravel(), root)
@@ -114,7 +114,7 @@ class SimilarIndex:
         return int(new.sum())
 
     def match(self, query: MatchQuery) -> list[Match]:
-        """Return what exact matching finds (`VirtualBlockIndex.match`), and near-duplicates."""
+        """Return the exact matches (`VirtualBlockIndex.match`), and near-duplicates."""
         matches = self.blocks.match(query)
         unclaimed = query.unclaimed()
         for match in matches:
@@ -126,7 +126,7 @@ class SimilarIndex:
             for region in self._regions(query.tokens, unclaimed, scope)
         ]
         depth, clean = query.max_depth, query.require_clean_context
-        # of equal ones its own first
+        # The sort is stable, so of equally long regions those of the own scope come first.
         for region in sorted(regions, key=lambda region: region.start - region.stop):
             matches += self._graft(query.tokens, region, unclaimed, depth, clean)
 
@@ -137,8 +137,8 @@ class SimilarIndex:
         return sorted(matches, key=lambda match: match.start)
 
     def propose(self, tokens: np.ndarray, scope: bytes) -> list[tuple[range, int, range]]:
-        """Stored segments that resemble segments of a prompt: its tokens, the source and the tokens
-        there."""
+        """Return stored segments that resemble segments of a prompt: tokens of the prompt, source,
+        and tokens there."""
         segments, rows, ids = self._candidates(as_int32("tokens", tokens), scope)
         table = self._table
         return [
@@ -151,8 +151,8 @@ class SimilarIndex:
         ]
 
     def _is_new(self, keys: np.ndarray, columns: dict[str, np.ndarray]) -> np.ndarray:
-        """bool [n]: segments that are not stored already, and none of whose buckets is full; keys
-        uint64 [n, bands]."""
+        """Return which segments are not stored and have no full bucket: bool [n]. keys: uint64 [n,
+        bands]."""
         rows, ids = self._table.find(keys.ravel())
         held = np.bincount(rows, minlength=keys.size).reshape(keys.shape)
         earlier = np.stack([occurrence(band) for band in keys.T], axis=1)
@@ -168,9 +168,11 @@ class SimilarIndex:
     def _candidates(
         self, tokens: np.ndarray, scope: bytes, wanted: np.ndarray | None = None
     ) -> tuple[Segments, np.ndarray, np.ndarray]:
-        """The segments of a prompt with enough `wanted` tokens (`Segmenter.cut`), and (segment,
-        stored segment) pairs of these that pass all thresholds, the best few of each: int64 [n],
-        [n]."""
+        """Return the segments of a prompt with enough `wanted` tokens (`Segmenter.cut`), and their
+        best candidates.
+
+        The candidates are (segment, stored segment) pairs that pass all thresholds: int64 [n] each.
+        """
         options, table, root = self.options, self._table, self.blocks.lookup_scope(scope)
         segments = self.segmenter.cut(tokens, root, wanted)
         keys = band_keys(segments.signatures, *self._bands, root)
@@ -191,7 +193,8 @@ class SimilarIndex:
         return segments, rows[best], ids[best]
 
     def _regions(self, tokens: np.ndarray, unclaimed: np.ndarray, scope: bytes) -> list["_Region"]:
-        """Neighbouring proposals of one source and about one shift as one region, longest first."""
+        """Join neighbouring proposals of one source with about the same shift to regions, longest
+        first."""
         segments, rows, ids = self._candidates(tokens, scope, unclaimed)
         table = self._table
         pairs = np.stack(
@@ -229,7 +232,7 @@ class SimilarIndex:
         max_depth: int,
         from_start: bool,
     ) -> list[Match]:
-        """Align a region, and a window more on either side, with its source; claims and returns the
+        """Align a region, and one more window on either side, with its source. Claim and return the
         identical runs."""
         options, size, entries = self.options, self.blocks.block_size, self.blocks.entries
         around = options.window_tokens
@@ -272,6 +275,6 @@ class _Region:
 
 
 def _stretches(mask: np.ndarray) -> list[tuple[int, int]]:
-    """[start, stop) of the stretches where a bool vector is set."""
+    """Runs [start, stop) in which a bool vector is set."""
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))

@@ -1,5 +1,5 @@
-"""Host storage of the indexes: a hash table of ids, and tables of rows found by key; numpy, no
-object per block."""
+"""Host storage of the indexes: a hash table of ids, and tables of rows found by key. It uses numpy,
+with no object per block."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -9,7 +9,8 @@ import numpy as np
 
 _EMPTY, _REMOVED = -1, -2
 _MAX_LOAD, _GROWTH = 0.6, 1.25
-_FILTER = 4  # bytes of a filter for each slot: most keys that are not held end there
+# Filter bytes per slot. Most keys that are not held are rejected by the filter.
+_FILTER = 4
 
 # (pages int32 [n], versions int64 [n]) -> bool [n]: whether each page still holds what it had under
 # that version
@@ -19,18 +20,19 @@ IsWhole = Callable[[np.ndarray], np.ndarray]
 
 
 class HashTable:
-    """Multimap from 64-bit hashes to int32 ids: open addressing, triangular probing, whole batches
-    at a time.
+    """Multimap from 64-bit hashes to int32 ids: open addressing with triangular probing, in whole
+    batches.
 
     A slot holds only an id; the key of every id lies in one array. A filter, longer than the slots,
-    says which low bits of a key may be held. Keys must be well mixed."""
+    says which low bits of a key may be held. Keys must be well mixed.
+    """
 
     def __init__(self) -> None:
         self._keys = np.empty(0, np.uint64)  # by id
         self._slots = np.full(8, _EMPTY, np.int32)  # their number is a power of two
         self._filter = np.zeros(_FILTER * len(self._slots), bool)
         self._num_held = 0
-        self._num_used = 0  # slots that are not empty: held and removed ones
+        self._num_used = 0  # slots that are held or removed
 
     def __len__(self) -> int:
         return self._num_held
@@ -44,7 +46,7 @@ class HashTable:
         self._keys = _grown(self._keys, capacity)
 
     def keys_of(self, ids: np.ndarray) -> np.ndarray:
-        """Under which these ids are held: uint64 [n]."""
+        """Keys of these ids: uint64 [n]."""
         return self._keys[ids]
 
     def insert(self, keys: np.ndarray, ids: np.ndarray) -> None:
@@ -67,8 +69,8 @@ class HashTable:
             ids, slots = ids[unplaced], self._advance(slots[unplaced], step)
 
     def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Every (row, id) such that id is held under keys[row], in no particular order: int64 [n],
-        int32 [n]."""
+        """Return every (row, id) whose id is held under keys[row], in no particular order: int64
+        [n], int32 [n]."""
         rows, step = np.flatnonzero(self._filter[_low_bits(keys, self._filter)]), 0
         slots = _low_bits(keys[rows], self._slots)
         found = [(rows[:0], self._slots[:0])]
@@ -85,7 +87,7 @@ class HashTable:
         )
 
     def remove(self, ids: np.ndarray) -> None:
-        """Remove distinct ids; KeyError if one is not held (the others may be gone then)."""
+        """Remove distinct ids; KeyError if one is not held (others may have been removed then)."""
         slots, step = _low_bits(self._keys[ids], self._slots), 0
         while len(ids):
             held = self._slots[slots]
@@ -105,15 +107,16 @@ class HashTable:
 class Table(ABC):
     """Rows as a struct of arrays, one row per id, each found under the same number of keys.
 
-    Ids of dropped rows are given out again. A subclass sets its columns, arrays without rows, and
-    then calls this initialiser."""
+    Ids of dropped rows are reused. A subclass sets its columns, arrays without rows, and then calls
+    this initialiser.
+    """
 
     def __init__(self, keys_per_row: int = 1) -> None:
         self._columns = tuple(vars(self))
         self._keys_per_row = keys_per_row
         self._held = np.zeros(0, bool)
         self._by_key = HashTable()
-        self._vacant = np.empty(0, np.int32)  # ids to give out
+        self._vacant = np.empty(0, np.int32)  # ids that are free
 
     def __len__(self) -> int:
         return len(self._by_key) // self._keys_per_row
@@ -129,19 +132,19 @@ class Table(ABC):
 
     @abstractmethod
     def live(self, ids: np.ndarray) -> np.ndarray:
-        """Whether what the rows are about is still there, bool [n]."""
+        """Return whether the content that each row describes still exists, bool [n]."""
 
     def find(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Every (row, id) such that a live id is held under keys[row]; drops the stale ones it
-        meets."""
+        """Return every (row, id) whose live id is held under keys[row], and drop the stale ones
+        that it meets."""
         rows, ids, *_ = self.find_and_drop(keys)
         return rows, ids
 
     def find_and_drop(
         self, keys: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """As `find`, and the rows and ids of what is dropped. Its columns stand until something is
-        added."""
+        """Find like `find`, and also return the rows and ids that are dropped. Their columns stay
+        valid until the next `add`."""
         rows, ids = self._by_key.find(keys)
         ids = ids // self._keys_per_row
         live = self.live(ids)
@@ -149,16 +152,16 @@ class Table(ABC):
         return rows[live], ids[live], rows[~live], ids[~live]
 
     def held(self) -> np.ndarray:
-        """All ids, live and stale, ascending, int32 [n]."""
+        """Return all ids, live and stale, ascending, int32 [n]."""
         return np.flatnonzero(self._held).astype(np.int32)
 
     def beside(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Every (row, id) such that a live id, such as itself, is held under the first key of
-        ids[row]."""
+        """Return every (row, id) whose live id shares the first key of ids[row], including the id
+        itself."""
         return self.find(self._by_key.keys_of(ids * np.int32(self._keys_per_row)))
 
     def add(self, keys: np.ndarray, **columns: np.ndarray | int) -> np.ndarray:
-        """Hold m rows under keys uint64 [m] or [m, keys_per_row], with the given columns; returns
+        """Add m rows under keys uint64 [m] or [m, keys_per_row], with the given columns, and return
         their ids, int32."""
         ids = self._allocate(len(keys))
         for name in self._columns:
@@ -168,7 +171,7 @@ class Table(ABC):
         return ids
 
     def discard_stale(self) -> int:
-        """Drop every row that is not live; returns how many."""
+        """Drop every row that is not live, and return how many."""
         held = self.held()
         stale = held[~self.live(held)]
         self._remove(stale)
@@ -207,13 +210,13 @@ class EntryTable(Table):
 
     def __init__(self, block_size: int, is_live: IsLive) -> None:
         self.tokens = np.empty((0, block_size), np.int32)
-        # whose content it is, the 32 bytes of `scope_digest`
+        # owner of the content, the 32 bytes of `scope_digest`
         self.scope = np.empty((0, 4), np.uint64)
         self.page = np.empty(0, np.int32)
         self.version = np.empty(0, np.int64)  # content version of the page
         self.source = np.empty(0, np.int64)  # sequence that the block was computed in
         self.source_start = np.empty(0, np.int32)  # position of its first token there
-        # entry before it in the source, or -1; its id may be another's by now
+        # entry before it in the source, or -1; its id may have been reused since
         self.previous = np.empty(0, np.int32)
         self.following = np.empty(0, np.int32)
         self.depth = np.empty(0, np.int16)  # see `Match`
@@ -221,29 +224,29 @@ class EntryTable(Table):
         self._is_live = is_live
 
     def live(self, ids: np.ndarray) -> np.ndarray:
-        """Whether the pages still hold the entries' content, bool [n]."""
+        """Return whether the pages still hold the entries' content, bool [n]."""
         return np.asarray(self._is_live(self.page[ids], self.version[ids]), bool)
 
     def is_of(self, ids: np.ndarray, scope: bytes) -> np.ndarray:
-        """Whether the entries are content of this scope, bool [n]."""
+        """Return whether the entries belong to this scope, bool [n]."""
         found: np.ndarray = (self.scope[ids] == np.frombuffer(scope, np.uint64)).all(axis=1)
         return found
 
     def is_same(self, ids: np.ndarray, others: np.ndarray) -> np.ndarray:
-        """Whether the entries have the same tokens and scope as others, bool [n]."""
+        """Return whether the entries have the same tokens and scope as others, bool [n]."""
         found: np.ndarray = (self.tokens[ids] == self.tokens[others]).all(axis=1)
         return found & (self.scope[ids] == self.scope[others]).all(axis=1)
 
     def link(self, ids: np.ndarray) -> None:
-        """Link the entries (or -1) of consecutive blocks, where both neighbours were computed in
-        one source."""
+        """Link the entries (or -1) of consecutive blocks if both neighbours were computed in one
+        source."""
         left, right = ids[:-1], ids[1:]
         linked = (left >= 0) & self._is_adjacent(left, right, step=1)
         self.following[left[linked]] = right[linked]
         self.previous[right[linked]] = left[linked]
 
     def adjacent(self, ids: np.ndarray, step: int) -> np.ndarray:
-        """The live entry before (step -1) or after (+1) each one in its source, or -1: int32
+        """Return the live entry before (step -1) or after (+1) each one in its source, or -1: int32
         [n]."""
         near = (self.following if step > 0 else self.previous)[ids]
         rows = np.flatnonzero(self._is_adjacent(ids, near, step))
@@ -253,8 +256,8 @@ class EntryTable(Table):
         return found
 
     def walk(self, entry: int, step: int, count: int) -> list[int]:
-        """Up to `count` entries before (step -1) or after (+1) this one in its source, nearest
-        first, live or not."""
+        """Return up to `count` entries before (step -1) or after (+1) this one in its source,
+        nearest first, live or not."""
         near, found, start = (
             self.following if step > 0 else self.previous,
             [],
@@ -269,7 +272,7 @@ class EntryTable(Table):
         return found
 
     def holds(self, ids: Any, source: Any, source_start: Any) -> Any:
-        """Whether these ids, one or many, are still the blocks at these positions of their
+        """Return whether these ids, one or many, are still the blocks at these positions of their
         sources."""
         return (
             self._held[ids]
@@ -283,7 +286,7 @@ class EntryTable(Table):
 
 
 def _low_bits(keys: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    """Where keys uint64 [n] belong among slots, whose number is a power of two: int64 [n]."""
+    """Home slots of keys uint64 [n], among a power of two of slots: int64 [n]."""
     return (keys & np.uint64(len(slots) - 1)).view(np.int64)
 
 
@@ -294,7 +297,7 @@ def _grown(column: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def occurrence(values: np.ndarray) -> np.ndarray:
-    """How many before each of the values int [m] equal it: int64 [m]."""
+    """Number of equal values before each of the values int [m]: int64 [m]."""
     order = np.argsort(values, kind="stable")
     ordered, counts = values[order], np.empty(len(order), np.int64)
     counts[order] = np.arange(len(order)) - np.searchsorted(ordered, ordered)

@@ -87,6 +87,7 @@ class StoreDirectory:
 
         Args:
             progress: called with the number done and the total.
+
         Returns:
             How many are "whole", "missing", "damaged" and "foreign".
         """

@@ -131,6 +131,7 @@ class SegmentStore:
         Args:
             payload: tensors in host memory, floating point [streams, tokens of the chunk, d]; they
                 are copied.
+
         Returns:
             Whether it was kept: False if it is known (and no better than before) or refused, which
             is counted.
