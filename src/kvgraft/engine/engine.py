@@ -98,7 +98,7 @@ class Engine:
         require_clean_context: graft only text that stood at the beginning of the prompt in which it
             was computed, so that its KV depends on no other text.
         anchors: strings that begin a segment wherever they occur in a text prompt, such as
-            `\nThought:`. Segments are tokenised on their own, so that their token ids never depend
+            `\\nThought:`. Segments are tokenised on their own, so that their token ids never depend
             on their neighbours.
         pad_segments: pad explicit segments to block borders with the tokenizer's pad token (SparseX
             4.5).

@@ -1,4 +1,4 @@
-"""Tiers below device memory: chunks of KV in host memory and on disk."""
+"""Segment store: tiers below device memory that hold chunks of KV in host memory and on disk."""
 
 from kvgraft.segments.store.chunk import Chunk, ChunkRecord, StoredBlock, consecutive
 from kvgraft.segments.store.chunk_index import ChunkIndex

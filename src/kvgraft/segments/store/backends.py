@@ -1,4 +1,5 @@
-"""Places that several machines share: chunks by name, and what has come to them, in its order."""
+"""Backends of the shared tier: places that several machines share, with chunks by name and a log of
+changes."""
 
 from pathlib import Path
 from typing import Protocol
@@ -11,43 +12,46 @@ ALLOWED = "redis://HOST:6379/0, valkey://HOST:6379/0, s3://BUCKET/PATH or file:/
 
 
 class Backend(Protocol):
-    """What a `SharedTier` needs of a place. Any method may raise whatever its client raises, and
-    any thread call it."""
+    """Operations of a place that a `SharedTier` needs. Methods may raise any error of their client,
+    and are called from any thread."""
 
     def put(self, name: str, record: bytes, data: bytes) -> bool:
-        """Keep a chunk, and tell its record when that is done; False if it is too large ever to be
-        kept."""
+        """Store a chunk, then append its record to the log; False if it is too large to be
+        stored."""
 
     def get(self, name: str, most: int) -> bytes | None:
-        """The data of a chunk, so many bytes of it at most (anything may lie there); None if it is
-        not there."""
+        """Return the first `most` bytes of a chunk's data, since anything may lie there; None if it
+        does not exist."""
 
     def remove(self, name: str, record: bytes) -> None:
-        """Let a chunk go, and tell a record of that; one that is not there is no error."""
+        """Remove a chunk, and append a record of that to the log. Unknown names are ignored."""
 
     def read_log(self, mark: str, most: int) -> tuple[list[bytes], str]:
-        """So many records at most that have come since a mark (empty: since ever), and the mark of
-        the last one, to go on with; an empty one says that the log of the backend has begun again.
-        A record may come twice, and its chunk be gone."""
+        """Return at most `most` records after a mark (empty: from the beginning), and the mark of
+        the last one.
+
+        An empty new mark says that the log has begun again. A record may come twice, and its chunk
+        may be gone.
+        """
 
     def close(self) -> None:
         """End all connections."""
 
 
 def is_server(url: str) -> bool:
-    """Whether a URL names a Redis or Valkey server, which itself bounds what it holds."""
+    """Return whether a URL names a Redis or Valkey server, which limits its own size."""
     return urlsplit(url).scheme in SCHEMES
 
 
 def local_directory(url: str) -> Path | None:
-    """The directory of this machine that a URL names, if it names one."""
+    """Return the directory of this machine that a URL names, or None."""
     parts = urlsplit(url)
     return Path(parts.path) if parts.scheme in ("file", "local") else None
 
 
 def check_url(url: str) -> None:
-    """Raise ValueError if there is no place with such a URL, or its client is not installed.
-    Connects to nothing."""
+    """Raise ValueError if no backend supports such a URL, or its client is not installed. Connects
+    to nothing."""
     parts = urlsplit(url)
     if not parts.scheme:
         raise ValueError(f"shared tier {without_password(url)!r}: no URL: give {ALLOWED}")
@@ -75,11 +79,11 @@ def check_url(url: str) -> None:
 
 
 def open_backend(url: str, folder: str, timeout_s: float, capacity: int, quota: float) -> Backend:
-    """A place by its URL.
+    """Open a place by its URL.
 
     Args:
-        folder: names there begin with it.
-        timeout_s: of one operation, where the client has such a thing.
+        folder: prefix of all names there.
+        timeout_s: timeout of one operation, if the client has one.
         capacity, quota: of a file system, see `FileBackend`.
 
     Raises:
@@ -93,7 +97,7 @@ def open_backend(url: str, folder: str, timeout_s: float, capacity: int, quota: 
 
 
 def without_password(url: str) -> str:
-    """A URL as it may be shown."""
+    """Return a URL without its password, for display."""
     parts = urlsplit(url)
     place = f"{parts.netloc.rpartition('@')[2]}{parts.path}"
     return f"{parts.scheme}://{place}" if parts.scheme else place

@@ -1,12 +1,12 @@
-"""What a tier may hold: bytes, shared by quota, least recently used out first. Nobody pushes out
-who holds less."""
+"""Byte budget of a tier with quotas, by least recent use. A scope cannot evict chunks of a scope
+that holds less."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 
 class Budget:
-    """Accounts of the chunks that a tier holds, by key and scope. It holds no payload.
+    """Account of the chunks that a tier holds, by key and scope. It holds no payload.
 
     Args:
         capacity: bytes.
@@ -39,18 +39,19 @@ class Budget:
         return self._held[scope]
 
     def fits(self, size: int) -> bool:
-        """Whether a chunk of this size could be held if its scope held nothing else."""
+        """Return whether a chunk of this size fits into the quota of a scope that holds nothing
+        else."""
         return size <= self.share
 
     def add(self, key: bytes, scope: bytes, size: int) -> list[bytes] | None:
-        """Hold a chunk; returns the keys that had to go for it, which are no longer held.
+        """Add a chunk. Return the keys that were removed for it.
 
         Over its quota, the scope loses its own oldest chunks. Over the capacity, the scope that
-        holds most loses its oldest, this one if others hold as much.
+        holds most loses its oldest; in a tie that is this scope.
 
         Returns:
-            None if there is no room beside what is pinned or held by scopes that hold less; nothing
-            has changed then.
+            None if there is no room apart from pinned chunks and scopes that hold less; nothing has
+                changed then.
         """
         self.remove(key)
         victims = self._plan(scope, size)
@@ -61,7 +62,7 @@ class Budget:
         return victims
 
     def hold(self, key: bytes, scope: bytes, size: int, *, pinned: bool = False) -> None:
-        """Account for a chunk that is there already, whatever the limits say."""
+        """Add a chunk that exists already, without checking the limits."""
         self.remove(key)
         self._sizes.setdefault(scope, OrderedDict())[key] = size
         self._scopes[key] = scope
@@ -69,7 +70,7 @@ class Budget:
         self.pin(key, pinned)
 
     def remove(self, key: bytes) -> None:
-        """Hold a chunk no longer; one that is not held is no error."""
+        """Remove a chunk. Unknown keys are ignored."""
         if (scope := self._scopes.pop(key, None)) is None:
             return
         self._held[scope] -= self._sizes[scope].pop(key)
@@ -83,14 +84,14 @@ class Budget:
             self._sizes[self._scopes[key]].move_to_end(key)
 
     def pin(self, key: bytes, pinned: bool = True) -> None:
-        """Whether a chunk that is held stays whatever comes."""
+        """Pin or unpin a chunk that is held; a pinned one is never evicted."""
         if pinned and key in self._scopes:
             self._pinned.add(key)
         else:
             self._pinned.discard(key)
 
     def _plan(self, scope: bytes, size: int) -> list[bytes] | None:
-        """The chunks that have to go for one of this size."""
+        """Choose the chunks to evict for one of this size; None if there is no room."""
         held = Counter(self._held)
         held[scope] += size
         queues = {other: self._evictable(other) for other in held}
@@ -108,7 +109,8 @@ class Budget:
             elif loser == scope:
                 return None
             else:
-                del held[loser]  # all that is left of it is pinned
+                # All remaining chunks of this scope are pinned.
+                del held[loser]
         return victims
 
     def _evictable(self, scope: bytes) -> Iterator[bytes]:

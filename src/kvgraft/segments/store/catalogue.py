@@ -1,4 +1,4 @@
-"""The catalogue of the disk tier: a table of chunks in SQLite, which several processes may use, and
+"""Catalogue of the disk tier: a table of chunks in SQLite, which several processes may use, and
 their files."""
 
 import logging
@@ -39,7 +39,7 @@ logger = logging.getLogger("kvgraft")
 
 
 class CatalogueDamaged(OSError):
-    """The file is no catalogue of ours, or no longer."""
+    """The file is not, or no longer, a catalogue of this schema."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +47,10 @@ class CatalogueRow:
     """A chunk on disk.
 
     Attributes:
-        id: of the row; 0 before it is there.
+        id: number of the row; 0 before it is inserted.
         num_bytes, digest: length of its file in bytes, and BLAKE3 of it.
-        pinned: it is never evicted.
-        created, used: seconds since the epoch; use is noted in batches.
+        pinned: whether it is never evicted.
+        created, used: seconds since the epoch; use is written in batches.
     """
 
     id: int
@@ -63,20 +63,20 @@ class CatalogueRow:
 
     @property
     def key(self) -> bytes:
-        """The chunk's."""
+        """Key of the chunk."""
         return self.record.key
 
 
 class Catalogue:
     """One connection to the table of chunks, and their files. For one thread at a time.
 
-    Row and file come and go in one transaction, so a process that is killed leaves whole chunks,
-    and rubbish that `clean` removes: a temporary file, an orphan (a file without a row), or a row
-    whose file is missing.
+    Row and file change in one transaction. So a process that is killed leaves whole chunks, and
+    garbage that `clean` removes: a temporary file, an orphan (a file without a row), or a row whose
+    file is missing.
 
     Args:
-        files: the catalogue lies beside them, and is made if it does not exist.
-        check: look through the whole table for damage.
+        files: directory of the catalogue, which is made if it does not exist.
+        check: check the whole table for damage.
 
     Raises:
         CatalogueDamaged: it is no database, a damaged one, or of another schema.
@@ -99,8 +99,8 @@ class Catalogue:
 
     @classmethod
     def checked(cls, files: PayloadFiles) -> tuple["Catalogue", int]:
-        """For who is alone with the directory: a damaged catalogue is moved aside; how many
-        were."""
+        """Open the catalogue of a directory that no other process uses. Return it, and the number
+        of damaged ones moved aside."""
         try:
             return cls(files, check=True), 0
         except CatalogueDamaged as error:
@@ -109,12 +109,12 @@ class Catalogue:
             return cls(files), 1
 
     def rows(self, after: int = 0) -> tuple[list[CatalogueRow], list[tuple[int, bytes]]]:
-        """Rows with a greater id, least recently used first; and (id, key) of those that are
-        damaged."""
+        """Return rows with a greater id, least recently used first, and (id, key) of damaged
+        rows."""
         return self._rows(f"{_SELECT} WHERE id > ? ORDER BY used, id", after)
 
     def get(self, key: bytes) -> CatalogueRow | None:
-        """The row of a chunk, if it is there and whole."""
+        """Return the row of a chunk, if it exists and is whole."""
         rows, _ = self._rows(f"{_SELECT} WHERE key = ?", key)
         return rows[0] if rows else None
 
@@ -123,21 +123,22 @@ class Catalogue:
         return {key for (key,) in self._database.execute("SELECT key FROM chunks")}
 
     def pins(self) -> dict[int, bool]:
-        """Whether each row is pinned, by id."""
+        """Return the pinned state of each row, by id."""
         return {
             id: bool(pinned)
             for id, pinned in self._database.execute("SELECT id, pinned FROM chunks")
         }
 
     def version(self) -> int:
-        """A number that changes whenever another connection has written."""
+        """Return a number that changes whenever another connection has written."""
         return self._database.execute("PRAGMA data_version").fetchone()[0]
 
     def insert(self, row: CatalogueRow, data: bytes) -> CatalogueRow:
-        """Add a chunk, unless another process has added it; returns the row that is there then.
+        """Add a chunk and return its row, or the row of another process that has added it before.
 
-        Its file is written under a temporary name, down to the disk. Then, while nobody else adds
-        or removes anything, the row is inserted, the file gets its name, the row is committed."""
+        Its file is written under a temporary name and synced to disk. Then, in one transaction, the
+        row is inserted, the file gets its name, and the row is committed.
+        """
         temporary = self._files.write(row.key, data)
         try:
             with self._writing():
@@ -169,8 +170,10 @@ class Catalogue:
         return replace(row, id=cursor.lastrowid or 0)
 
     def remove(self, chunks: Iterable[tuple[bytes, bytes | None]]) -> int:
-        """Remove chunks, by key and digest (None: any): row, file, and the commit last. How many
-        rows there were."""
+        """Remove chunks, by key and digest (None: any), and return how many rows were removed.
+
+        The commit comes last, after the row and the file are removed.
+        """
         num_removed = 0
         with self._writing():
             for key, digest in chunks:
@@ -182,10 +185,10 @@ class Catalogue:
         return num_removed
 
     def clean(self) -> Counter[str]:
-        """Remove what a process that was killed has left; nobody else may be using the directory.
+        """Remove garbage of killed processes. No other process may use the directory.
 
         Returns:
-            How many "temporaries", "orphans" and "missing" files there were.
+            Numbers of "temporaries", "orphans" and "missing" files.
         """
         present, temporaries = self._files.scan()
         held = self.chunk_keys()
@@ -199,12 +202,12 @@ class Catalogue:
         )
 
     def set_pinned(self, key: bytes, pinned: bool) -> None:
-        """Note that a chunk is to stay, or no longer."""
+        """Write whether a chunk is pinned."""
         with self._writing():
             self._database.execute("UPDATE chunks SET pinned = ? WHERE key = ?", (pinned, key))
 
     def set_used(self, used: Mapping[bytes, float]) -> None:
-        """Note when chunks were used."""
+        """Write when chunks were used."""
         with self._writing():
             self._database.executemany(
                 "UPDATE chunks SET used = ? WHERE key = ?",
@@ -263,10 +266,10 @@ class Catalogue:
 def within(
     budget: Budget, rows: list[CatalogueRow]
 ) -> tuple[list[CatalogueRow], list[CatalogueRow]]:
-    """What of the chunks on disk fits into an empty budget, and the others.
+    """Split the chunks on disk into those that fit an empty budget, and the others.
 
     Args:
-        rows: least recently used first. Pinned ones fit always.
+        rows: least recently used first. Pinned ones always fit.
     """
     for row in sorted(rows, key=lambda row: not row.pinned):
         scope = row.record.chunk.scope
@@ -280,8 +283,8 @@ def within(
 
 
 def check_is_ours(path: Path) -> None:
-    """Look at a catalogue without changing anything in its directory. CatalogueDamaged if it is
-    none of this schema."""
+    """Check a catalogue without changing anything in its directory; CatalogueDamaged if it has
+    another schema."""
     database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", timeout=_PATIENCE, uri=True)
     try:
         schema = database.execute("PRAGMA user_version").fetchone()[0]
@@ -296,8 +299,8 @@ def check_is_ours(path: Path) -> None:
 
 
 class CatalogueReader:
-    """A connection that only reads. For one thread at a time, as `Catalogue`, and with what it
-    raises."""
+    """A connection that only reads. For one thread at a time, like `Catalogue`, with the same
+    errors."""
 
     def __init__(self, files: PayloadFiles) -> None:
         self._catalogue = Catalogue(files)
@@ -305,15 +308,15 @@ class CatalogueReader:
         self._last_id = 0
 
     def all_rows(self) -> tuple[list[CatalogueRow], list[tuple[int, bytes]]]:
-        """As `Catalogue.rows`; what is there now is not new later."""
+        """Return all rows like `Catalogue.rows`. `new_rows` will not return them again."""
         self._version = self._catalogue.version()
         rows, damaged = self._catalogue.rows()
         self._last_id = max([row.id for row in rows] + [id for id, _ in damaged], default=0)
         return rows, damaged
 
     def new_rows(self) -> list[CatalogueRow] | None:
-        """Rows that were not there before, least recently used first; None if nobody has written
-        anything."""
+        """Return rows that are new since the last call, least recently used first; None if no
+        process has written."""
         version = self._catalogue.version()
         if version == self._version:
             return None
@@ -323,8 +326,8 @@ class CatalogueReader:
         return rows
 
     def is_current(self, row: CatalogueRow) -> bool:
-        """Whether the catalogue still has this row, as far as can be said; another process may have
-        replaced it."""
+        """Return whether the catalogue still has this row; another process may have replaced it.
+        True if it cannot be read."""
         try:
             now = self._catalogue.get(row.key)
         except sqlite3.Error:

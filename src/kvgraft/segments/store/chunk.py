@@ -1,5 +1,5 @@
-"""Chunks: consecutive blocks of one sequence, the unit of the tiers below device memory, and how
-they are stored."""
+"""Chunks: consecutive blocks of one sequence, the unit of the tiers below device memory, and their
+stored form."""
 
 import enum
 import hashlib
@@ -13,7 +13,8 @@ import numpy as np
 
 from kvgraft.segments.keys import as_int32, check_scope
 
-if TYPE_CHECKING:  # an operator who lists chunks need not wait for torch
+# Importing torch is slow, and listing chunks does not need it.
+if TYPE_CHECKING:
     from torch import Tensor
 
 Payload = Mapping[str, "Tensor"]  # by name, [streams, tokens, d]
@@ -27,10 +28,12 @@ _SCALE = ".scale"  # suffix of the scales of an int8 tensor
 
 
 class Gone(enum.Enum):
-    """How a chunk left a tier without being asked to."""
+    """Reason why a chunk left a tier without a request of this process."""
 
-    EVICTED = enum.auto()  # for another one, or it could not be written: other tiers may have it
-    REMOVED = enum.auto()  # by another process: it is not to be served from anywhere else, either
+    # It made room for another chunk, or could not be written. Other tiers may have it.
+    EVICTED = enum.auto()
+    # Another process removed it. No tier may serve it.
+    REMOVED = enum.auto()
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +43,10 @@ class Chunk:
     Attributes:
         scope: `scope_digest` of model and namespace, part of the key.
         namespace: its label in listings.
-        chains: `chain_hashes` key of each of the n blocks: names its tokens and all before them.
+        chains: `chain_hashes` key of each of the n blocks, which names its tokens and all before
+            them.
         tokens: int32 [n * block_size].
-        source: identity of the sequence, of no other one, signed 64 bits.
+        source: unique identity of the sequence, signed 64 bits.
         source_start: position of the first token there, a multiple of block_size.
 
     Raises:
@@ -80,17 +84,19 @@ class Chunk:
                 f"source_start is {self.source_start}, must be a multiple of {size}, the end below "
                 "2^31"
             )
-        object.__setattr__(self, "tokens", tokens.copy())  # another thread writes them later
+        # Another thread writes the tokens later, so copy them.
+        object.__setattr__(self, "tokens", tokens.copy())
 
     @cached_property
     def key(self) -> bytes:
-        """32 bytes: SHA-256 over scope, last chain and number of blocks, whatever the source."""
+        """Key of the chunk, 32 bytes: SHA-256 over scope, last chain and number of blocks, but not
+        the source."""
         count = self.num_blocks.to_bytes(8, "little")
         return hashlib.sha256(b"chunk" + self.scope + self.chains[-1] + count).digest()
 
     @property
     def num_blocks(self) -> int:
-        """n."""
+        """Number of blocks, n."""
         return len(self.chains)
 
     @property
@@ -109,13 +115,13 @@ class StoredBlock:
     """A block that was fetched.
 
     Attributes:
-        payload: by name, [streams, block_size, d] in the dtype in which it was put. Views of the
-            store's own memory: to be read only.
+        payload: by name, [streams, block_size, d] in the dtype in which it was put. The tensors are
+            views of the store's own memory and must not be changed.
         tokens: int32 [block_size].
         scope: the chunk's.
         chain: its `chain_hashes` key.
-        source, source_start: where its first token stood.
-        exact: bit for bit what was put; False where it was kept as int8.
+        source, source_start: source and position of its first token.
+        exact: whether it equals what was put bit for bit; False if it was stored as int8.
     """
 
     payload: Payload
@@ -144,8 +150,8 @@ class ChunkRecord:
     """A chunk and the form in which its payload is stored.
 
     Attributes:
-        tensors: dtype and shape of what was put, by name in alphabetical order.
-        int8: the tensors were quantised; each has its scales beside it.
+        tensors: dtype and shape of the tensors that were put, by name in alphabetical order.
+        int8: whether the tensors were quantised. Each then has a tensor of scales.
     """
 
     chunk: Chunk
@@ -168,14 +174,14 @@ class ChunkRecord:
 
     @classmethod
     def of(cls, chunk: Chunk, payload: Payload, *, int8: bool) -> "ChunkRecord":
-        """The record of a payload that is about to be stored. ValueError if it cannot be."""
+        """Make the record of a payload that will be stored; ValueError if it cannot be."""
         if away := [name for name, tensor in payload.items() if tensor.device.type != "cpu"]:
             raise ValueError(f"tensors {away} are not in host memory")
         return cls(chunk, specs({name: payload[name] for name in sorted(payload)}), int8)
 
     @property
     def key(self) -> bytes:
-        """The chunk's."""
+        """Key of the chunk."""
         return self.chunk.key
 
     @property
@@ -191,8 +197,8 @@ class ChunkRecord:
         }
 
     def pack(self, payload: Payload) -> dict[str, "Tensor"]:
-        """What is stored of a payload, in memory of its own. ValueError if it is to be int8 and is
-        not finite."""
+        """Copy or quantise a payload to its stored form. ValueError if it must be int8 and is not
+        finite."""
         import torch
 
         from kvgraft.kv.quant import quantise
@@ -207,7 +213,7 @@ class ChunkRecord:
         return packed | {name + _SCALE: scale for name, (_, scale) in pairs.items()}
 
     def block(self, stored: Payload, place: int) -> StoredBlock:
-        """The block at a place of the chunk, of what is stored."""
+        """Return the block at a place of the chunk, from the stored tensors."""
         chunk, size = self.chunk, self.chunk.block_size
         span = slice(place * size, (place + 1) * size)
         payload = {name: stored[name][:, span] for name in self.tensors}
@@ -225,7 +231,8 @@ class ChunkRecord:
         return StoredBlock(payload, chunk.tokens[span], *names, start, not self.int8)
 
     def encode(self) -> bytes:
-        """JSON that says everything about the chunk but its payload; equal for equal records."""
+        """Return JSON that describes the chunk without its payload. Equal records give equal
+        JSON."""
         chunk = self.chunk
         chains, tokens = b"".join(chunk.chains), chunk.tokens.astype("<i4").tobytes()
         place = (chunk.block_size, chunk.source, chunk.source_start)
@@ -236,7 +243,7 @@ class ChunkRecord:
 
     @classmethod
     def decode(cls, data: bytes) -> "ChunkRecord":
-        """The record that was encoded. ValueError if it is none."""
+        """Decode a record; ValueError if it is invalid."""
         try:
             wire = msgspec.json.decode(data, type=_Wire)
         except msgspec.DecodeError as error:
@@ -258,7 +265,7 @@ class ChunkRecord:
 
 
 def specs(payload: Payload) -> dict[str, TensorSpec]:
-    """Dtype and shape of every tensor."""
+    """Return dtype and shape of every tensor."""
     return {
         name: (str(t.dtype).removeprefix("torch."), cast(Shape, tuple(t.shape)))
         for name, t in payload.items()
@@ -266,13 +273,17 @@ def specs(payload: Payload) -> dict[str, TensorSpec]:
 
 
 def nbytes(payload: Payload) -> int:
-    """Memory that tensors take."""
+    """Return the memory of all tensors in bytes."""
     return sum(tensor.nbytes for tensor in payload.values())
 
 
 def consecutive(starts: Sequence[tuple[Hashable, int]], size: int) -> Iterator[slice]:
-    """Stretches of blocks of one source that follow each other there, of (source, position of the
-    first token) each."""
+    """Yield runs of blocks that follow each other in one source.
+
+    Args:
+        starts: (source, position of the first token) of each block.
+        size: tokens of a block.
+    """
     first = 0
     for stop in range(1, len(starts) + 1):
         source, start = starts[stop - 1]

@@ -1,5 +1,5 @@
-"""Names of stored chunks: numbers for their blocks, found by content at any offset or by the chain
-before them."""
+"""Index of stored chunks: numbers for their blocks, found by content at any offset or by their
+chain hash."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from kvgraft.segments.segment_index import SegmentIndex
 from kvgraft.segments.segmentation import Similarity
 from kvgraft.segments.store.chunk import Chunk, ChunkRecord
 
-# numbers that are given up before one is given out again: what a caller holds stays unambiguous
+# Numbers that must be freed before one is reused, so that numbers of callers stay unambiguous.
 _RESTING = 1 << 16
 _Place = tuple[bytes, int, int]  # scope, source, position
 
@@ -23,8 +23,8 @@ class ChunkIndex:
 
     Args:
         block_size: tokens of a block.
-        chunk_blocks: blocks of a chunk, at most.
-        similarity, anchors: of near-duplicates (`SimilarIndex`); None knows identical text only.
+        chunk_blocks: greatest number of blocks in a chunk.
+        similarity, anchors: of near-duplicates (`SimilarIndex`); None finds identical text only.
     """
 
     def __init__(
@@ -41,7 +41,8 @@ class ChunkIndex:
         self._index = SegmentIndex(block_size, self._is_live, similarity, anchors)
         self._records: dict[int, ChunkRecord] = {}
         self._numbers: dict[bytes, int] = {}  # by key
-        self._versions = np.zeros(8, np.int64)  # by chunk number, one more whenever it is given up
+        # by chunk number; a version grows when the number is freed
+        self._versions = np.zeros(8, np.int64)
         self._resting: deque[int] = deque()
         self._by_chain: dict[bytes, list[int]] = {}  # blocks of exact payload
         self._first: dict[_Place, int] = {}  # the chunk that begins there
@@ -55,16 +56,16 @@ class ChunkIndex:
         return len(self._records)
 
     def can_hold(self, chunk: Chunk) -> bool:
-        """Whether the chunk is cut as this register counts."""
+        """Return whether the chunk has this block size and no more than chunk_blocks blocks."""
         return chunk.block_size == self.block_size and chunk.num_blocks <= self.chunk_blocks
 
     def get(self, key: bytes) -> ChunkRecord | None:
-        """The record of a chunk."""
+        """Return the record of a chunk, or None."""
         return self._records[self._numbers[key]] if key in self._numbers else None
 
     def find(self, block: int, *scopes: bytes) -> tuple[ChunkRecord, int] | None:
-        """The record that has a block, and its place there; None if it is gone or of none of these
-        scopes."""
+        """Return the record that has a block, and its place there; None if it is gone or outside
+        these scopes."""
         number, place = divmod(int(block), self.chunk_blocks)
         record = self._records.get(number)
         if record is None or record.chunk.scope not in scopes or place >= record.chunk.num_blocks:
@@ -72,7 +73,7 @@ class ChunkIndex:
         return record, place
 
     def add(self, record: ChunkRecord) -> None:
-        """Name a chunk, in place of one of the same key, and link it to its neighbours in the
+        """Register a chunk, replacing one with the same key, and link it to its neighbours in the
         source."""
         self.remove(record.key)
         chunk, number = record.chunk, self._new_number()
@@ -91,7 +92,7 @@ class ChunkIndex:
                 self._by_chain.setdefault(chain, []).append(block)
 
     def remove(self, key: bytes) -> None:
-        """Forget a chunk; one that is not named is no error."""
+        """Forget a chunk. Unknown keys are ignored."""
         if (number := self._numbers.pop(key, None)) is None:
             return
         record = self._records.pop(number)
@@ -112,17 +113,18 @@ class ChunkIndex:
                     del self._by_chain[chain]
 
     def match(self, query: MatchQuery) -> list[Match]:
-        """Return what of a prompt is stored: matches whose pages are block numbers."""
+        """Return the parts of a prompt that are stored: matches whose pages are block numbers."""
         return self._index.match(replace(query, is_whole=None))
 
     def prefix(self, chain_keys: Sequence[bytes], scope: bytes) -> list[int]:
-        """The block of exact payload that has each chain, or -1."""
+        """Return the block with exact payload for each chain, or -1."""
         check_scope(scope)
         found = [self._by_chain.get(chain, [-1])[-1] for chain in chain_keys]
         return [block if block >= 0 and self.find(block, scope) else -1 for block in found]
 
     def _name(self, number: int, chunk: Chunk, count: int, *, after: int) -> np.ndarray:
-        """Put the first blocks of a chunk into the index; their entries, int32 [count]."""
+        """Insert the first blocks of a chunk into the index. Return their entries, int32
+        [count]."""
         return self._index.insert(
             chunk.tokens[: count * self.block_size],
             self._blocks(number, chunk)[:count],
@@ -149,7 +151,7 @@ class ChunkIndex:
 
 
 def _edges(chunk: Chunk) -> tuple[_Place, _Place]:
-    """Where the chunk begins and ends in its source."""
+    """Return the places in its source at which the chunk begins and ends."""
     return (chunk.scope, chunk.source, chunk.source_start), (
         chunk.scope,
         chunk.source,

@@ -1,5 +1,5 @@
-"""The tier on disk: payload files, their catalogue, and a thread that writes them. Others may use
-the directory too."""
+"""The tier on disk: payload files, their catalogue, and a thread that writes them. Other processes
+may use the directory, too."""
 
 import contextlib
 import logging
@@ -29,17 +29,17 @@ from kvgraft.segments.store.writer import ChunkWriter
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NOTED_USES = 64  # that are written together
+_NOTED_USES = 64  # uses that are written together
 logger = logging.getLogger("kvgraft")
 
 
 class DiskTier:
-    """Chunks in a directory, within a budget. What is put waits in memory until the writer's thread
-    has written it.
+    """Chunks in a directory, within a budget. A chunk waits in memory until the writer's thread has
+    written it.
 
     `_lock` guards all that this process knows of the directory. It is held while a payload is read,
-    so that nobody here removes it meanwhile, and never while the writer's thread changes the
-    directory (with `_catalogue`, its own).
+    so that no other thread removes it meanwhile. It is never held while the writer's thread changes
+    the directory (with `_catalogue`, its own connection).
 
     Args:
         directory: private to this user; several processes may use it.
@@ -56,10 +56,10 @@ class DiskTier:
         self.rows: dict[bytes, CatalogueRow] = {}
         self._lock = threading.RLock()
         self._waiting: dict[bytes, tuple[ChunkRecord, dict[str, Tensor]]] = {}  # to be written
-        # key and digest (None: any) of what is to be removed
+        # key and digest (None: any) of chunks to remove
         self._leaving: set[tuple[bytes, bytes | None]] = set()
         self._used: dict[bytes, float] = {}  # to be noted
-        self._news: dict[bytes, ChunkRecord | Gone] = {}  # what `poll` tells next
+        self._news: dict[bytes, ChunkRecord | Gone] = {}  # changes for the next `poll`
         self._polls = True
         self._files = PayloadFiles(private_directory(directory))
         with contextlib.ExitStack() as opened:
@@ -92,13 +92,15 @@ class DiskTier:
 
     @property
     def counts(self) -> Counter[str]:
-        """What was found, refused, could not be used, or failed."""
+        """Chunks that were found, refused, or unusable, and failures."""
         with self._lock:
             return self._counts.copy()
 
     def put(self, record: ChunkRecord, stored: dict[str, "Tensor"]) -> list[bytes] | None:
-        """Write a chunk soon; what must go for it goes then (`poll`). None, and counted, if it will
-        not be written."""
+        """Queue a chunk for writing. Return None, and count it, if it will not be written.
+
+        Chunks that it evicts leave when it is written, and are reported by `poll`.
+        """
         with self._lock:
             if not self.budget.fits(nbytes(stored)):
                 self._counts["too_large"] += 1
@@ -111,8 +113,8 @@ class DiskTier:
             return None
 
     def get(self, record: ChunkRecord) -> "dict[str, Tensor] | None":
-        """The stored tensors, if this very chunk is here. One whose file cannot be used is counted,
-        and leaves."""
+        """Return the stored tensors, if this very chunk is here. A chunk with an unusable file is
+        counted and removed."""
         with self._lock:
             if self._waits(record):
                 return self._waiting[record.key][1]
@@ -127,7 +129,7 @@ class DiskTier:
                 return None
 
     def touch(self, key: bytes) -> None:
-        """Note that a chunk was used; one that is not here is no error."""
+        """Note that a chunk was used. Unknown keys are ignored."""
         with self._lock:
             if key in self:
                 self.budget.touch(key)
@@ -136,15 +138,14 @@ class DiskTier:
                     self._writer.submit(self._note_used)
 
     def pin(self, key: bytes, pinned: bool) -> None:
-        """Whether a chunk that is here, and written, is never evicted."""
+        """Pin or unpin a chunk that is here and written; a pinned one is never evicted."""
         with self._lock:
             self.budget.pin(key, pinned)
             self.rows[key] = replace(self.rows[key], pinned=pinned)
             self._writer.submit(lambda: self._attempt(self._catalogue.set_pinned, key, pinned))
 
     def remove(self, key: bytes) -> None:
-        """Forget a chunk now, and remove its row and file soon; one that is not here is no
-        error."""
+        """Forget a chunk now, and remove its row and file soon. Unknown keys are ignored."""
         with self._lock:
             self._news.pop(key, None)
             self._let_go(key)
@@ -152,12 +153,13 @@ class DiskTier:
                 self._writer.submit(self._erase)
 
     def poll(self, *, others: bool = True) -> dict[bytes, ChunkRecord | Gone]:
-        """What has come and gone since the last call, but for `put` and `remove`: by key how it
-        went, or the record of what another process has put here; whatever was known of that key is
-        void.
+        """Return changes since the last call that `put` and `remove` did not make.
+
+        The result maps a key to how its chunk left, or to the record of a chunk that another
+        process has put here. It replaces everything that was known of that key.
 
         Args:
-            others: look what other processes have put here since.
+            others: also look for chunks that other processes have put here.
         """
         with self._lock:
             if others and self._polls:
@@ -166,19 +168,19 @@ class DiskTier:
             return news
 
     def flush(self) -> None:
-        """Wait until everything is written."""
+        """Wait until all pending changes are written."""
         self._writer.submit(self._note_used)
         self._writer.flush()
 
     def close(self) -> None:
-        """Write everything, then let the directory go."""
+        """Write all pending changes, then close the directory."""
         self.flush()
         self._opened.close()
 
-    # What follows needs the lock to be held.
+    # The methods below need the lock to be held.
 
     def _load(self) -> None:
-        """Take up what the directory holds, as far as the budget goes."""
+        """Read the contents of the directory, as far as the budget allows."""
         self._synced_version = self._catalogue.version()
         rows, damaged = self._reader.all_rows()
         kept, unwanted = within(self.budget, rows)
@@ -191,7 +193,8 @@ class DiskTier:
         self._writer.submit(self._erase)
 
     def _take_up(self) -> None:
-        """Take up what other processes have written; the first failure is the last attempt."""
+        """Add chunks that other processes have written. After a first failure it does not try
+        again."""
         try:
             rows = self._reader.new_rows()
         except sqlite3.Error as error:
@@ -206,7 +209,7 @@ class DiskTier:
         self._writer.submit(lambda: self._attempt(self._sync))
 
     def _adopt(self, row: CatalogueRow) -> None:
-        """Take up a row that is in the catalogue; it is news unless it is one of ours."""
+        """Add a row of the catalogue. It is news unless this process wrote it."""
         known = self.rows.get(row.key)
         if known is not None and known.digest == row.digest:
             self.rows[row.key] = replace(known, id=row.id)
@@ -217,11 +220,11 @@ class DiskTier:
         self._news[row.key] = row.record
 
     def _waits(self, record: ChunkRecord) -> bool:
-        """Whether this very record, not another one of its key, is to be written."""
+        """Return whether this very record, not another one with its key, waits to be written."""
         return self._waiting.get(record.key, (None,))[0] is record
 
     def _let_go(self, key: bytes) -> None:
-        """Forget a chunk; it is leaving if it is written, or just being written."""
+        """Forget a chunk. If it is written, or being written, its file will be removed."""
         if (row := self._forget(key)) is not None:
             self._leaving.add((key, row.digest))
 
@@ -235,10 +238,10 @@ class DiskTier:
         self._counts[reason] += 1
         logger.warning("segment store, %s: %s: %s", self._files.directory, reason, error)
 
-    # What follows is done by the writer's thread.
+    # The methods below run in the writer's thread.
 
     def _write(self, record: ChunkRecord, stored: dict[str, "Tensor"]) -> None:
-        """Write a chunk, unless it was dropped. What fails costs only the disk."""
+        """Write a chunk, unless it was dropped. A failure costs only the copy on disk."""
         try:
             data, now = encode(record, stored), time.time()
             row = CatalogueRow(0, record, len(data), digest_of(data), False, now, now)
@@ -247,7 +250,8 @@ class DiskTier:
             self._erase()
             held = self._catalogue.insert(row, data)
             with self._lock:
-                if self._waits(record):  # or it was dropped meanwhile, and is leaving
+                # If it no longer waits, it was dropped meanwhile and will be removed.
+                if self._waits(record):
                     del self._waiting[record.key]
                     self._adopt(held)
         except Exception as error:
@@ -256,8 +260,8 @@ class DiskTier:
                 self._give_up(record)
 
     def _make_room(self, row: CatalogueRow) -> bool:
-        """Account for a chunk that is about to be written; False if it waits no longer, or there is
-        no room."""
+        """Account for a chunk that will be written; False if it no longer waits, or there is no
+        room."""
         with self._lock:
             if not self._waits(row.record):
                 return False
@@ -273,13 +277,13 @@ class DiskTier:
             return True
 
     def _give_up(self, record: ChunkRecord) -> None:
-        """A chunk that still waits will not be written. The lock is held."""
+        """Drop a chunk that still waits, since it will not be written. The lock is held."""
         if self._waits(record):
             self._forget(record.key)
             self._news[record.key] = Gone.EVICTED
 
     def _erase(self) -> None:
-        """Remove rows and files of what is leaving, unless others have replaced them."""
+        """Remove rows and files of chunks that left, unless other processes have replaced them."""
         with self._lock:
             leaving = self._leaving.copy()
         if leaving:
@@ -288,7 +292,7 @@ class DiskTier:
             self._leaving -= leaving
 
     def _attempt(self, change: Callable[..., object], *given: object) -> None:
-        """Change the catalogue; what fails is counted, and mended when the directory is next
+        """Change the catalogue. A failure is counted, and repaired when the directory is next
         opened."""
         try:
             change(*given)
@@ -303,7 +307,7 @@ class DiskTier:
             self._attempt(self._catalogue.set_used, used)
 
     def _sync(self) -> None:
-        """Take notice of what other processes have removed or pinned."""
+        """Apply removals and pins of other processes."""
         with self._lock:
             version = self._catalogue.version()
             if version == self._synced_version:

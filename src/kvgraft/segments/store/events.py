@@ -1,4 +1,4 @@
-"""What a store counts, by name."""
+"""Events that a store counts, by name."""
 
 EVENTS = {
     "ram_hits": "blocks fetched from host memory",

@@ -1,4 +1,4 @@
-"""A directory of any file system that fsspec knows as a place that machines share."""
+"""Backend of the shared tier in a directory of any file system that fsspec supports."""
 
 import time
 from collections.abc import Iterator
@@ -9,15 +9,17 @@ from typing import Any, NamedTuple
 from kvgraft.segments.store.budget import Budget
 from kvgraft.segments.store.files import open_regular, private_directory
 
-MINUTE = 60 * 10**9  # nanoseconds; records are listed by the minute in which they came
-MANY_MINUTES = 30  # from which on it is cheaper to ask which ones there are
-STALE_S = 3600.0  # from which on a half-written file is rubbish
-SWEEPS = 16  # of the capacity, after which the place is looked through again
+MINUTE = 60 * 10**9  # nanoseconds; records are listed by the minute of their arrival
+# Beyond this number of minutes, listing the existing ones is cheaper than trying each.
+MANY_MINUTES = 30
+STALE_S = 3600.0  # age at which a half-written file is removed
+# The place is scanned again after 1 / SWEEPS of the capacity was written.
+SWEEPS = 16
 _TEMPORARY = ".tmp"
 
 
 class _Listed(NamedTuple):
-    """A record by its name."""
+    """A record, parsed from its file name."""
 
     path: str
     came: int  # nanoseconds
@@ -26,15 +28,14 @@ class _Listed(NamedTuple):
 
 class FileBackend:
     """Chunks in `FOLDER/chunks/NAME`, and an empty or small file `FOLDER/records/MINUTE/TIME-NAME`
-    for each that came.
+    for each record.
 
     Clocks of machines may differ by a minute.
 
     Args:
-        url: of a local directory, which is then private to this user, or of any other one.
-        capacity: bytes of chunks; above them the oldest are removed by whoever writes and finds
-            that.
-        quota: share of them that chunks of one scope (the first part of their names) may take.
+        url: of a local directory, which is then private to this user, or of any other directory.
+        capacity: bytes of chunks. Writers remove the oldest chunks above it.
+        quota: share of it that chunks of one scope (the first part of their names) may take.
 
     Raises:
         OSError: a local directory cannot be used; PermissionError if others may read it.
@@ -51,7 +52,7 @@ class FileBackend:
             private_directory(Path(root))
         self._root = f"{root.rstrip('/')}/{folder}".rstrip("/")
         self._capacity, self._quota = capacity, quota
-        self._written: int | None = None  # bytes, since the place was looked through
+        self._written: int | None = None  # bytes since the last scan
         self._read: dict[str, set[str]] = {}  # names of records, by minute
 
     def put(self, name: str, record: bytes, data: bytes) -> bool:
@@ -81,8 +82,8 @@ class FileBackend:
         self._tell(name, record)
 
     def read_log(self, mark: str, most: int) -> tuple[list[bytes], str]:
-        """A mark is a time. Since clocks differ, what was not read of the minutes around it is new,
-        too."""
+        """Read the log; a mark is a time. Since clocks differ, unread records of the minutes around
+        it are new, too."""
         now = time.time_ns() // MINUTE
         since = int(mark) // MINUTE - 1 if mark else 0
         unread = (listed for minute in self._minutes(since, now) for listed in self._unread(minute))
@@ -91,7 +92,7 @@ class FileBackend:
         for listed in new:
             self._read.setdefault(_minute_of(listed.path), set()).add(listed.path)
         is_all = len(new) < most
-        # what is dated ahead must not hide what comes
+        # A record dated in the future must not hide later ones.
         came = [min(listed.came, now * MINUTE) for listed in new]
         mark = str(max([int(mark or 0), *came, *([now * MINUTE] if is_all else [])]))
         for minute in [minute for minute in self._read if int(minute) < int(mark) // MINUTE - 1]:
@@ -99,7 +100,7 @@ class FileBackend:
         return [found[listed.path] for listed in new if listed.path in found], mark
 
     def close(self) -> None:
-        """Nothing to do: fsspec keeps what is open."""
+        """Do nothing: fsspec manages its own connections."""
 
     def _tell(self, name: str, record: bytes) -> None:
         now = time.time_ns()
@@ -108,7 +109,8 @@ class FileBackend:
         )
 
     def _minutes(self, since: int, now: int) -> list[str]:
-        """Those that may have records; a clock may be ahead of ours."""
+        """Minutes that may have records. One minute ahead is included, since another clock may be
+        ahead."""
         if now - since <= MANY_MINUTES:
             return [f"{minute:010d}" for minute in range(since, now + 2)]
         names = (path.rpartition("/")[2] for path in self._list(f"{self._root}/records"))
@@ -118,7 +120,7 @@ class FileBackend:
         read = self._read.get(minute, set())
         paths = self._list(f"{self._root}/records/{minute}")
         if self._is_local:
-            # to read a FIFO would block
+            # Reading a FIFO would block.
             paths = [path for path in paths if path in read or Path(path).is_file()]
         return sorted(
             (listed for path in paths if path not in read for listed in _listed(path)),
@@ -133,8 +135,11 @@ class FileBackend:
         return [str(path).rstrip("/") for path in found]
 
     def _sweep(self, coming: str, num_bytes: int) -> None:
-        """Make room for a chunk that is coming: remove the oldest ones above the capacity or a
-        scope's share of it, records without a chunk, and what was left half-written."""
+        """Make room for a chunk: remove the oldest ones above the capacity or a scope's quota, and
+        garbage.
+
+        Garbage is records without a chunk, and old half-written files.
+        """
         sizes = {path: int(info["size"]) for path, info in self._find("chunks")}
         records = [listed for path, _ in self._find("records") for listed in _listed(path)]
         came = {f"{self._root}/chunks/{listed.name}": listed.came for listed in records}
@@ -169,7 +174,8 @@ class FileBackend:
             return
 
     def _write(self, path: str, data: bytes) -> None:
-        """Write a file, which is there only when whole: object stores do so themselves."""
+        """Write a file that appears only when it is whole. Object stores guarantee that
+        themselves."""
         self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
         if not self._is_local:
             self._files.pipe_file(path, data)
@@ -186,7 +192,7 @@ class FileBackend:
 
 
 def _listed(path: str) -> Iterator[_Listed]:
-    """The record, unless it is half-written."""
+    """Yield the parsed record, unless it is half-written."""
     came, _, name = path.rpartition("/")[2].partition("-")
     if came.isdecimal() and not path.endswith(_TEMPORARY):
         yield _Listed(path, int(came), name.replace("-", "/"))

@@ -1,4 +1,4 @@
-"""The private directory of the disk tier: its modes, its lock, and a safetensors file for each
+"""Private directory of the disk tier: its modes, its lock, and a safetensors file for each
 chunk."""
 
 import fcntl
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 CATALOGUE, LOCK = "catalogue.sqlite", "lock"
 DIGEST_BYTES = 32
-_METADATA = "kvgraft"  # of the file: the record, as JSON
+_METADATA = "kvgraft"  # metadata key of the record, as JSON
 _SUFFIX, _TEMPORARY = ".safetensors", ".tmp"
 
 
 class BadPayload(Exception):
-    """A file that cannot be used: "missing", "damaged" (not what was written) or "foreign" (of
-    another chunk)."""
+    """A file that cannot be used: "missing", "damaged" (contents changed) or "foreign" (of another
+    chunk)."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -36,12 +36,13 @@ class BadPayload(Exception):
 
 
 def digest_of(data: bytes) -> bytes:
-    """BLAKE3, of DIGEST_BYTES bytes."""
+    """Return the BLAKE3 digest, DIGEST_BYTES bytes."""
     return blake3(data).digest()
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a new file that only we may read, down to the disk. FileExistsError if it exists."""
+    """Write a new file that only this user may read, synced to disk. FileExistsError if it
+    exists."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:
         file.write(data)
@@ -50,8 +51,8 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it. OSError if it is something else: to open a FIFO, or to read from it,
-    could block."""
+    """Open a regular file for reading; OSError if it is something else, since a FIFO could
+    block."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -60,16 +61,17 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def make_private_file(path: Path) -> None:
-    """Make a file, of a mode that SQLite takes over to those beside it. One that is there is not so
-    much as opened: to close it would end all locks that this process has on it, so that another one
-    could take SQLite's log from us."""
+    """Make a file with a mode that SQLite copies to its log files.
+
+    An existing file is not opened. Closing it would release all locks of this process on it, so
+    that another process could take SQLite's log.
+    """
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
 def move_aside(path: Path) -> Path:
-    """Rename a catalogue, with the files SQLite keeps beside it, to the first free
-    `catalogue.damaged-N`."""
+    """Rename a catalogue, with its SQLite log files, to the first free `catalogue.damaged-N`."""
     number = 1
     while (aside := path.with_name(f"catalogue.damaged-{number}")).exists():
         number += 1
@@ -81,7 +83,7 @@ def move_aside(path: Path) -> Path:
 
 
 def private_directory(path: Path) -> Path:
-    """The directory, made if it does not exist.
+    """Return the directory, made if it does not exist.
 
     Raises:
         NotADirectoryError, PermissionError: it is something else, of another user, or open to
@@ -95,8 +97,8 @@ def private_directory(path: Path) -> Path:
 
 
 def check_private_directory(path: Path) -> None:
-    """Raise what `private_directory` would, and PermissionError if nothing could be written there.
-    Makes nothing."""
+    """Raise the errors of `private_directory`, and PermissionError if the directory is not
+    writable. Makes nothing."""
     try:
         path = path.resolve()
         nearest = next(place for place in (path, *path.parents) if place.exists())
@@ -120,15 +122,15 @@ def _check_private(path: Path) -> None:
 
 
 class DirectoryLock:
-    """Says whether this process alone uses a directory. Everyone who uses it holds the lock, shared
-    or not."""
+    """Lock that tells whether this process alone uses a directory. Every user holds it, shared or
+    exclusively."""
 
     def __init__(self, directory: Path) -> None:
         self._descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def try_alone(self) -> bool:
-        """Keep others out until `share`; False if others use the directory, then it is shared with
-        them."""
+        """Lock out others until `share`. If others use the directory, share it with them and return
+        False."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -137,27 +139,27 @@ class DirectoryLock:
             return False
 
     def share(self) -> None:
-        """Let others in; waits for one who keeps others out."""
+        """Let others use the directory. Waits for a process that locks out others."""
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        """Use the directory no longer."""
+        """Release the directory."""
         os.close(self._descriptor)
 
 
 class PayloadFiles:
-    """Files `xx/<key>.safetensors`, by the first byte of the key. Written under another name, then
-    renamed."""
+    """Files `xx/<key>.safetensors`, where xx is the first byte of the key. They are written under
+    another name, then renamed."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def path(self, key: bytes) -> Path:
-        """Where the payload of a chunk lies."""
+        """Path of a chunk's payload."""
         return self.directory / key[:1].hex() / (key.hex() + _SUFFIX)
 
     def write(self, key: bytes, data: bytes) -> Path:
-        """Write a payload under a temporary name, which is returned; what is left of a failure is
+        """Write a payload under a temporary name, and return its path. After a failure the file is
         removed."""
         folder = self.path(key).parent
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -170,7 +172,7 @@ class PayloadFiles:
         return temporary
 
     def publish(self, temporary: Path, key: bytes) -> None:
-        """Give a temporary file its name."""
+        """Rename a temporary file to its final name."""
         temporary.replace(self.path(key))
 
     def remove(self, key: bytes) -> None:
@@ -178,11 +180,11 @@ class PayloadFiles:
         self.path(key).unlink(missing_ok=True)
 
     def read(self, record: ChunkRecord, num_bytes: int, digest: bytes) -> dict[str, "Tensor"]:
-        """The payload of a chunk as it is stored, verified.
+        """Read and verify the stored payload of a chunk.
 
         Raises:
-            BadPayload: there is none, or it is not the one of this length and digest, or not of
-                this record.
+            BadPayload: the file does not exist, has another length or digest, or is of another
+                record.
         """
         try:
             with open_regular(self.path(record.key)) as file:
@@ -198,7 +200,7 @@ class PayloadFiles:
         return decode(data, record)
 
     def scan(self) -> tuple[set[bytes], list[Path]]:
-        """The keys of all payload files, and all temporary files."""
+        """Return the keys of all payload files, and all temporary files."""
         keys, temporaries = set(), []
         for path in self.directory.glob("[0-9a-f][0-9a-f]/*"):
             if path.suffix == _TEMPORARY:
@@ -209,22 +211,22 @@ class PayloadFiles:
 
 
 def encode(record: ChunkRecord, stored: Payload) -> bytes:
-    """The file of a chunk: its stored tensors and its record."""
+    """Return the file of a chunk: its stored tensors and its record."""
     from safetensors.torch import save
 
     return save(dict(stored), {_METADATA: record.encode().decode()})
 
 
 def most_bytes(record: ChunkRecord) -> int:
-    """That the file of a chunk has at most: its tensors, and a header that names them and quotes
-    its record."""
+    """Greatest size of a chunk's file: its tensors, and a header with their names and its
+    record."""
     tensors = sum(ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in record.stored.values())
     names = sum(6 * len(name) + 256 for name in record.stored)
     return tensors + names + 2 * len(record.encode()) + 256
 
 
 def decode(data: bytes, record: ChunkRecord) -> dict[str, "Tensor"]:
-    """The tensors of a chunk's file. BadPayload if it is damaged or of another record."""
+    """Return the tensors of a chunk's file; BadPayload if it is damaged or of another record."""
     from safetensors.torch import load
 
     try:

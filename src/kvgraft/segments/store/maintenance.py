@@ -1,4 +1,4 @@
-"""A store's directory without a store: what its operator does with the chunks."""
+"""Maintenance of a store's directory without a store: operations on its chunks for an operator."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from kvgraft.segments.store.files import (
 
 
 class StoreDirectory:
-    """What lies in a store's directory, for its operator. Stores may be using it; they notice what
-    is done here.
+    """Contents of a store's directory, for its operator. Stores may use it meanwhile; they notice
+    changes.
 
     Raises:
         FileNotFoundError: it is no directory of a store.
@@ -28,7 +28,8 @@ class StoreDirectory:
         if not (directory / CATALOGUE).is_file():
             raise FileNotFoundError(f"no chunks are stored in {directory}: it has no {CATALOGUE}")
         self._files = PayloadFiles(private_directory(directory))
-        check_is_ours(self._files.directory / CATALOGUE)  # before anything is written there
+        # Check the schema before anything is written there.
+        check_is_ours(self._files.directory / CATALOGUE)
         self._lock = DirectoryLock(self._files.directory)
         self._lock.share()
         try:
@@ -49,7 +50,7 @@ class StoreDirectory:
         return [row for row in rows if namespace in (None, row.record.chunk.namespace)]
 
     def show(self, prefix: str) -> CatalogueRow:
-        """The chunk whose key in hexadecimal begins like this.
+        """Return the chunk whose hexadecimal key has this prefix.
 
         Raises:
             KeyError: there is none.
@@ -69,13 +70,13 @@ class StoreDirectory:
         return row
 
     def pin(self, prefix: str, pinned: bool = True) -> CatalogueRow:
-        """Never evict the chunk that `show` shows, or allow it again; what it was before."""
+        """Pin or unpin the chunk that `show` returns. Return its row before the change."""
         row = self.show(prefix)
         self._catalogue.set_pinned(row.key, pinned)
         return row
 
     def drop(self, prefix: str) -> CatalogueRow:
-        """Remove the chunk that `show` shows, which is returned."""
+        """Remove the chunk that `show` returns, and return its row."""
         row = self.show(prefix)
         self._catalogue.remove([(row.key, None)])
         return row
@@ -89,7 +90,7 @@ class StoreDirectory:
             progress: called with the number done and the total.
 
         Returns:
-            How many are "whole", "missing", "damaged" and "foreign".
+            Numbers of "whole", "missing", "damaged" and "foreign" chunks.
         """
         rows, damaged = self._catalogue.rows()
         counts = Counter(damaged=self._catalogue.remove([(key, None) for _, key in damaged]))
@@ -103,14 +104,14 @@ class StoreDirectory:
         return +counts
 
     def gc(self, disk_bytes: int | None = None, quota: float = 1.0) -> Counter[str]:
-        """Remove what killed processes have left, and with a budget the least recently used chunks
+        """Remove garbage of killed processes and, with a budget, the least recently used chunks
         above it.
 
         Returns:
-            As `Catalogue.clean`, and how many were "evicted".
+            Counts of `Catalogue.clean`, and the number of "evicted" chunks.
 
         Raises:
-            RuntimeError: another process uses the directory, and may be writing just now.
+            RuntimeError: another process uses the directory, and may be writing.
         """
         if not self._lock.try_alone():
             raise RuntimeError(
@@ -126,6 +127,6 @@ class StoreDirectory:
             self._lock.share()
 
     def close(self) -> None:
-        """Use the directory no longer."""
+        """Close the directory."""
         self._catalogue.close()
         self._lock.close()

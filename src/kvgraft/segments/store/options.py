@@ -1,4 +1,4 @@
-"""How large the tiers below device memory are, as users say it."""
+"""Options of the tiers below device memory."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
@@ -13,31 +13,31 @@ from kvgraft.segments.store.secret import CACHE_SECRET, check_secret, find_secre
 from kvgraft.segments.store.shared import Sharing
 from kvgraft.segments.store.store import SegmentStore
 
-SHARED_GIB = 64.0  # of a file system, where nothing else is said
+SHARED_GIB = 64.0  # default size of a shared directory
 
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """A segment store that is still to be opened.
+    """A segment store that is not opened yet.
 
     Attributes:
-        directory: of the tier on disk, which outlasts the process; None has no such tier.
-        ram_gib: memory of the tier in host memory.
-        disk_gib: size of the tier on disk.
-        quota: share of each that one namespace may take; in any case the one that holds most gives
-            way first.
-        int8: keep keys and values as int8, in a quarter to a half of the bytes; they come back as
-            graft sources only.
-        shared_url: of a place that machines share, a Redis or Valkey server or a directory
-            (`open_backend`); None: none. Servers that share one need the same secret: that of
-            `KVGRAFT_CACHE_SECRET`, or of the directory.
-        shared_timeout_s: for which a prompt waits for that place.
-        shared_gib: size of a shared directory; None: 64. A server there bounds itself.
-        rank: of several, each of which has a part of the directory and of the shared place of its
-            own; None: there is one.
+        directory: directory of the tier on disk, which outlasts the process; None: no such tier.
+        ram_gib: size of the tier in host memory, in GiB.
+        disk_gib: size of the tier on disk, in GiB.
+        quota: share of each tier that one namespace may take. In any case the namespace that holds
+            most is evicted first.
+        int8: store keys and values as int8, in a quarter to a half of the bytes. They can be
+            grafted, but are no exact prefix blocks.
+        shared_url: URL of a place that machines share, a Redis or Valkey server or a directory
+            (`open_backend`); None: no such tier. Servers that share a place need the same secret:
+            that of `KVGRAFT_CACHE_SECRET`, or of the directory.
+        shared_timeout_s: seconds that a prompt waits for that place.
+        shared_gib: size of a shared directory in GiB; None: 64. A server limits itself.
+        rank: number of this rank, if there are several. Each has its own part of the directory and
+            of the shared place. None: there is one.
 
     Raises:
-        ValueError: an option outside its range, or a shared place without a secret.
+        ValueError: an option is outside its range, or a shared place has no secret.
     """
 
     directory: Path | str | None = None
@@ -62,12 +62,12 @@ class StoreOptions:
 
     @property
     def shared_place(self) -> str | None:
-        """The URL of the shared tier as it may be shown."""
+        """URL of the shared tier without its password."""
         return None if self.shared_url is None else without_password(self.shared_url)
 
     @property
     def sharing(self) -> Sharing | None:
-        """The shared tier; None: there is none. See `find_secret` for what it raises."""
+        """Settings of the shared tier, or None; see `find_secret` for its errors."""
         secret = (
             None
             if self.shared_url is None
@@ -81,11 +81,11 @@ class StoreOptions:
         )
 
     def check_backends(self) -> None:
-        """Raise what `open` would of directories and the secret, before anything else is loaded.
-        Makes nothing.
+        """Raise the errors of `open` about directories and the secret, before anything else is
+        loaded. Makes nothing.
 
         Raises:
-            ValueError: the secret of the environment is none.
+            ValueError: the secret of the environment is invalid.
             OSError: a directory cannot be used; PermissionError if others may read it.
         """
         directory = None if self.directory is None else Path(self.directory)
@@ -103,7 +103,7 @@ class StoreOptions:
         anchors: Iterable[Sequence[int]] = (),
         chunk_blocks: int = 16,
     ) -> SegmentStore:
-        """The store, for blocks of so many tokens; see `SegmentStore` for what it raises."""
+        """Open the store, for blocks of `block_size` tokens; see `SegmentStore` for its errors."""
         directory = None if self.directory is None else Path(self.directory)
         sharing = self.sharing
         if directory is not None and self.rank is not None:
@@ -122,7 +122,8 @@ class StoreOptions:
                 anchors=anchors,
                 shared=shared,
             )
-            opened.pop_all()  # from now on it is the store's
+            # From now on the store owns the shared tier.
+            opened.pop_all()
             return store
 
     def _check_shared(self) -> None:

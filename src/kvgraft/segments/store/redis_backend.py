@@ -1,4 +1,4 @@
-"""A Redis or Valkey server as a place that machines share."""
+"""Backend of the shared tier on a Redis or Valkey server."""
 
 import os
 from typing import Any
@@ -6,20 +6,21 @@ from urllib.parse import parse_qs, urlsplit
 
 SCHEMES = ("redis", "rediss", "unix", "valkey", "valkeys")
 PASSWORD = "KVGRAFT_SHARED_PASSWORD"  # noqa: S105 - the name of an environment variable
-MAX_RECORDS = 1 << 17  # that are kept of what has come
-BEHIND_S = 5.0  # at least, for what no request waits for
+MAX_RECORDS = 1 << 17  # records in the stream
+BEHIND_S = 5.0  # least timeout of operations that no request waits for
 
 
 class RedisBackend:
-    """Chunks under `kvgraft:[FOLDER:]NAME`, and a stream of what has come. What does not fit there
-    the server evicts, as it is configured (`maxmemory-policy`).
+    """Chunks under `kvgraft:[FOLDER:]NAME`, and a stream of records. The server evicts chunks by
+    its own `maxmemory-policy`.
 
     Args:
-        url: a password is taken from `KVGRAFT_SHARED_PASSWORD`.
-        timeout_s: of what a request waits for: connecting, and each part of an answer.
+        url: without a password, which is taken from `KVGRAFT_SHARED_PASSWORD`.
+        timeout_s: timeout of operations that a request waits for: connecting, and each part of an
+            answer.
 
     Raises:
-        ValueError: the URL is none of these, or has a password, which would stand in logs.
+        ValueError: the URL is not of these schemes, or has a password, which would be logged.
     """
 
     def __init__(self, url: str, folder: str, timeout_s: float) -> None:
@@ -66,9 +67,11 @@ class RedisBackend:
             pipeline.execute()
 
     def read_log(self, mark: str, most: int) -> tuple[list[bytes], str]:
-        """A mark is the number of a record in the stream. One before all that are left is as good
-        as any; one behind the last of them means that they were all removed, and others are
-        numbered from anew."""
+        """Read the log; a mark is the number of a record in the stream.
+
+        A mark before all remaining records is valid. A mark behind the last record means that all
+        were removed, and that numbers have begun again.
+        """
         found = self._behind.xrange(self._records, f"({mark}" if mark else "-", "+", count=most)
         if found:
             return [fields.get(b"record", b"") for _, fields in found], found[-1][0].decode()

@@ -1,5 +1,4 @@
-"""The secret that servers have in common, and the keys that are derived from it, each for one
-purpose."""
+"""The secret that servers share, and keys derived from it, each for one purpose."""
 
 import os
 import secrets
@@ -12,15 +11,17 @@ from kvgraft.segments.store.files import open_regular, private_directory, write_
 
 CACHE_SECRET = "KVGRAFT_CACHE_SECRET"  # noqa: S105 - the name of an environment variable
 SECRET_BYTES = 32
-NAME = "secret"  # of its file in a store's directory
+NAME = "secret"  # file name in a store's directory
 
 
 def find_secret(directory: Path | None) -> bytes | None:
-    """The secret of the environment or else the one in a store's directory, which is made if there
-    is none; None if there is neither.
+    """Return the secret of the environment, or the one in a store's directory, which is made if
+    necessary.
+
+    Returns None without environment variable and directory.
 
     Raises:
-        ValueError: the variable has something else.
+        ValueError: the variable is invalid.
         OSError: the directory cannot be used; PermissionError if others may read it.
     """
     if (given := given_secret()) is not None:
@@ -29,13 +30,14 @@ def find_secret(directory: Path | None) -> bytes | None:
 
 
 def check_secret(directory: Path | None) -> None:
-    """Raise what `find_secret` would of a secret that is there. Makes nothing."""
+    """Raise the errors of `find_secret` for an existing secret. Makes nothing."""
     if given_secret() is None and directory is not None and (path := directory / NAME).exists():
         _read_secret(path)
 
 
 def given_secret() -> bytes | None:
-    """The secret of the environment; ValueError, without what it has, if that is none."""
+    """Return the secret of the environment, or None. ValueError, without the value, if it is
+    invalid."""
     given = os.environ.get(CACHE_SECRET)
     if given is None:
         return None
@@ -52,13 +54,14 @@ def given_secret() -> bytes | None:
 
 
 def derive(secret: bytes, purpose: str) -> bytes:
-    """A key for one purpose, 32 bytes, that tells nothing of the secret or of other keys."""
+    """Derive a key for one purpose, 32 bytes, which reveals nothing of the secret or of other
+    keys."""
     return blake3(secret, derive_key_context=f"kvgraft 2026 {purpose}").digest()
 
 
 def _lasting_secret(directory: Path) -> bytes:
-    """The secret that lies in a store's directory, 32 bytes; made by whoever comes first, and there
-    only when whole."""
+    """Return the secret in a store's directory, 32 bytes. The first process makes it, and only a
+    whole file appears."""
     path = private_directory(directory) / NAME
     if not path.exists():
         temporary = path.with_name(f"secret.{secrets.token_hex(8)}")

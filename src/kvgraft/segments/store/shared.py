@@ -1,4 +1,4 @@
-"""The tier that several machines share: what one has read the others find."""
+"""Shared tier: chunks that one machine has stored and other machines find."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ from kvgraft.segments.store.writer import ChunkWriter
 Result = TypeVar("Result")
 
 
-PAUSE_S = 30.0  # for which the breaker stays open
+PAUSE_S = 30.0  # seconds that the breaker stays open
 PATIENCE = 3  # failures in a row
 logger = logging.getLogger("kvgraft")
 
@@ -31,31 +31,33 @@ logger = logging.getLogger("kvgraft")
 if TYPE_CHECKING:
     from torch import Tensor
 
-PERIOD_S = 1.0  # between two looks at what has come
-START_S = 5.0  # for which the first look is waited for
-FLUSH_S = 10.0  # for which it is waited that all is written
-MAX_RECORDS = 1 << 17  # that are known at once; for others the oldest are forgotten
-PAGE = 512  # records that are asked for together
-NEWS = 256  # read at a time, since the caller has other work
+PERIOD_S = 1.0  # seconds between two reads of the log
+START_S = 5.0  # greatest wait for the first read of the log
+FLUSH_S = 10.0  # greatest wait for pending writes
+MAX_RECORDS = 1 << 17  # known records; beyond them the oldest are forgotten
+PAGE = 512  # records per read of the log
+NEWS = 256  # changes per poll, since the caller has other work
 NUM_READERS = 8
-LOOKING, READING, WRITING = "looking", "reading", "writing"  # what is done with a place
+LOOKING, READING, WRITING = "looking", "reading", "writing"  # kinds of calls to a place
 _REMOVED = b"-"  # first byte of the record of a removal; other records are JSON
 logger = logging.getLogger("kvgraft")
 
 
 class SharedTier:
-    """Chunks in a `Backend`. What is put is written later, by a thread; what is asked for and does
-    not come in time is a miss, and so is what was changed on the way: all data is signed. Only
-    opening, `fetch`, `flush` and `close` wait for the place, and not for long.
+    """Chunks in a `Backend`.
 
-    `_lock` guards what this process knows of the place, and is never held while the place is asked.
+    A chunk is written later, by a thread. A chunk that does not arrive in time is a miss, and so is
+    one that was changed on the way: all data is signed. Only opening, `fetch`, `flush` and `close`
+    wait for the place, each for a limited time.
+
+    `_lock` guards what this process knows of the place, and is never held while the place is
+    called.
 
     Args:
-        place: to be used by this object alone.
-        secret: 32 bytes that the servers of a fleet have in common: they sign what they put there,
-            and name it.
-        timeout_s: for which `fetch` waits.
-        max_backlog_bytes: of what waits to be written.
+        place: used by this object alone.
+        secret: 32 bytes that the servers of a fleet share. They sign and name their chunks with it.
+        timeout_s: seconds that `fetch` waits.
+        max_backlog_bytes: payload that may wait to be written.
     """
 
     hits = "shared_hits"
@@ -71,7 +73,7 @@ class SharedTier:
         self._backend, self._timeout_s, self._id = place, timeout_s, os.urandom(8)
         self._signer = Signer(secret)
         self._lock = threading.RLock()
-        self._records: dict[bytes, ChunkRecord] = {}  # what can be asked for
+        self._records: dict[bytes, ChunkRecord] = {}  # chunks that can be fetched
         self._waiting: dict[bytes, tuple[ChunkRecord, dict[str, Tensor]]] = {}  # to be written
         self._news: dict[bytes, ChunkRecord | Gone] = {}
         self._counts: Counter[str] = Counter()
@@ -89,21 +91,22 @@ class SharedTier:
 
     @property
     def counts(self) -> Counter[str]:
-        """Chunks "shared_written". Those that were asked for, and misses: "shared_gone",
-        "shared_late" (not in time), "shared_failed" (which also counts what was done for no
-        request), "shared_damaged", "shared_foreign", "shared_paused" (not asked for, or not
-        written, as the place has failed). Records "shared_forged": not signed with our secret. Not
-        written: "shared_backlog", "shared_too_large"."""
+        """Events of the shared tier. Chunks "shared_written". Chunks requested and missed:
+        "shared_gone", "shared_late" (not in time), "shared_failed" (which also counts errors
+        without a request), "shared_damaged", "shared_foreign", "shared_paused" (not requested or
+        not written while the circuit breaker is open). Records "shared_forged": not signed with our
+        secret. Not written: "shared_backlog", "shared_too_large"."""
         with self._lock:
             return self._counts.copy()
 
     def record(self, key: bytes) -> ChunkRecord | None:
-        """The record of a chunk that can be asked for."""
+        """Return the record of a chunk that can be fetched, or None."""
         with self._lock:
             return self._records.get(key)
 
     def put(self, record: ChunkRecord, stored: dict[str, "Tensor"]) -> list[bytes] | None:
-        """Write a chunk soon, if it is not there; None, and counted, if it will not be written."""
+        """Queue a chunk for writing, if it is not there. Return None, and count it, if it will not
+        be written."""
         with self._lock:
             if record.key in self:
                 return []
@@ -120,10 +123,10 @@ class SharedTier:
     def fetch(
         self, records: Sequence[ChunkRecord], asked_at: float | None = None
     ) -> dict[ChunkRecord, dict[str, "Tensor"]]:
-        """What is stored of chunks, as far as it comes whole and in time.
+        """Return the stored tensors of chunks that arrive whole and in time.
 
         Args:
-            records: those that are wanted most first.
+            records: the most needed first.
             asked_at: `time.monotonic` when the waiting began; None: now.
         """
         deadline = (time.monotonic() if asked_at is None else asked_at) + self._timeout_s
@@ -141,7 +144,8 @@ class SharedTier:
         if self._breaker.is_open:
             self._count("shared_paused", len(wanted))
             return arrived
-        if time.monotonic() >= deadline:  # for which the place is not to blame
+        # The time was spent before the place was called, so its breaker does not count this.
+        if time.monotonic() >= deadline:
             self._count("shared_late", len(wanted))
             return arrived
         asked = {record: self._readers.submit(partial(self._read, record)) for record in wanted}
@@ -162,7 +166,7 @@ class SharedTier:
         return arrived
 
     def remove(self, key: bytes) -> None:
-        """Forget a chunk now, and have it removed soon, for all who share the place."""
+        """Forget a chunk now, and have it removed soon, for all machines that share the place."""
         with self._lock:
             waiting, record = self._waiting.pop(key, None), self._records.pop(key, None)
             self._news.pop(key, None)
@@ -173,8 +177,11 @@ class SharedTier:
             self._writer.submit(lambda: self._erase(name, record_bytes))
 
     def poll(self) -> dict[bytes, ChunkRecord | Gone]:
-        """Some of what has come and gone since the last calls, but for `put`, `remove` and `fetch`:
-        what others have put there or removed, and what could not be written."""
+        """Return some of the changes since the last calls that `put`, `remove` and `fetch` did not
+        make.
+
+        These are chunks that others have put or removed, and chunks that could not be written.
+        """
         with self._lock:
             news = dict(list(self._news.items())[:NEWS])
             for key in news:
@@ -182,26 +189,26 @@ class SharedTier:
             return news
 
     def flush(self) -> None:
-        """Wait until all that was put is written, or has failed, for 10 s at most."""
+        """Wait until all pending chunks are written or have failed, for 10 s at most."""
         self._writer.flush(FLUSH_S)
 
     def close(self) -> None:
-        """Write all that was put, for 10 s at most, then let the place go."""
+        """Write all pending chunks, for 10 s at most, then close the place."""
         self._writer.close(FLUSH_S)
         self._ended.set()
         self._looker.join(PERIOD_S)
         self._readers.close()
         self._backend.close()
 
-    # What follows needs the lock to be held.
+    # The methods below need the lock to be held.
 
     def _waits(self, record: ChunkRecord) -> bool:
-        """Whether this very record, not another one of its key, is to be written."""
+        """Return whether this very record, not another one with its key, waits to be written."""
         return self._waiting.get(record.key, (None,))[0] is record
 
     def _know(self, record: ChunkRecord) -> None:
-        """A chunk can be asked for. Nobody tells what the place has evicted: the oldest are the
-        likeliest."""
+        """Add a chunk that can be fetched. Beyond the limit the oldest is forgotten, since the
+        place evicts without notice."""
         self._records[record.key] = record
         if len(self._records) > MAX_RECORDS:
             oldest = next(iter(self._records))
@@ -209,20 +216,20 @@ class SharedTier:
             self._news[oldest] = Gone.EVICTED
 
     def _forget_all(self) -> None:
-        """Forget all records: the log of the backend begins again."""
+        """Forget all records, since the log of the backend begins again."""
         self._news |= dict.fromkeys(self._records, Gone.EVICTED)
         self._records.clear()
 
     def _forget_removed(self, key: bytes) -> None:
-        """Another server has removed a chunk everywhere."""
+        """Forget a chunk that another server has removed everywhere."""
         self._waiting.pop(key, None)
         self._records.pop(key, None)
         self._news[key] = Gone.REMOVED
 
-    # What follows is done by threads of this tier.
+    # The methods below run in threads of this tier.
 
     def _read(self, record: ChunkRecord) -> "dict[str, Tensor] | str":
-        """What is stored of a chunk, or the reason why it is a miss."""
+        """Read the stored tensors of a chunk, or return the reason for a miss."""
         name, plain = self._signer.name(record), without_source(record)
         try:
             sealed = self._backend.get(name, self._signer.closed_bytes(most_bytes(plain)))
@@ -236,7 +243,7 @@ class SharedTier:
             return "shared_failed"
 
     def _write(self, record: ChunkRecord, stored: dict[str, "Tensor"]) -> None:
-        """Write a chunk, unless it was removed, or the place is left alone."""
+        """Write a chunk, unless it was removed, the breaker is open or the tier is closing."""
         with self._lock:
             if not self._waits(record):
                 return
@@ -246,7 +253,8 @@ class SharedTier:
         else:
             is_kept = self._attempt(WRITING, lambda: self._put(record, stored))
         with self._lock:
-            if self._waits(record):  # or it was removed meanwhile
+            # If it no longer waits, it was removed meanwhile.
+            if self._waits(record):
                 del self._waiting[record.key]
                 if is_kept:
                     self._know(record)
@@ -265,7 +273,7 @@ class SharedTier:
         self._attempt(WRITING, lambda: self._backend.remove(name, record_bytes))
 
     def _look(self) -> None:
-        """Look what has come, until the end."""
+        """Read the log periodically until the tier is closed."""
         while not self._ended.is_set():
             if not self._breaker.is_open:
                 self._attempt(LOOKING, self._take_up)
@@ -273,7 +281,7 @@ class SharedTier:
             self._ended.wait(PERIOD_S)
 
     def _take_up(self) -> bool:
-        """Take up all that has come."""
+        """Read all new records of the log."""
         read: list[bytes] = []
         while len(read) in (0, PAGE) and not self._ended.is_set():
             read, mark = self._backend.read_log(self._mark, PAGE)
@@ -288,7 +296,7 @@ class SharedTier:
         return True
 
     def _take_in(self, data: bytes) -> None:
-        """Take notice of a record that has come, which may be one of ours."""
+        """Apply a record of the log, which may be one of ours."""
         try:
             plain = self._signer.open_record(data)
             record = None if plain.startswith(_REMOVED) else ChunkRecord.decode(plain)
@@ -304,7 +312,7 @@ class SharedTier:
                 self._know(record)
 
     def _attempt(self, doing: str, act: Callable[[], bool | None]) -> bool:
-        """Do something with the place; what fails is counted."""
+        """Call the place. A failure is counted."""
         try:
             found = act()
         except Exception as error:  # whatever the client raises
@@ -315,7 +323,7 @@ class SharedTier:
         return bool(found)
 
     def _missed(self, record: ChunkRecord, reason: str) -> None:
-        """A chunk did not come; one of which nothing can be had there is forgotten."""
+        """Count a chunk that did not arrive. Forget it, unless a later attempt may succeed."""
         with self._lock:
             self._counts[reason] += 1
             if reason not in ("shared_late", "shared_failed"):
@@ -337,13 +345,14 @@ def removal(key: bytes, by: bytes) -> bytes:
 
 
 def _answer_of(future: "Future[dict[str, Tensor] | str]") -> "dict[str, Tensor] | str":
-    """What came, or the reason why nothing did; what has not begun will not."""
+    """Return the result of a read, or the reason for a miss. A read that has not begun is
+    cancelled."""
     return "shared_late" if future.cancel() or not future.done() else future.result()
 
 
 class Readers:
-    """As a `ThreadPoolExecutor`, of daemon threads: one that hangs does not hold up the end of the
-    process."""
+    """Pool of daemon threads, like a `ThreadPoolExecutor`. A thread that hangs does not delay the
+    end of the process."""
 
     def __init__(self, count: int, name: str) -> None:
         self._count = count
@@ -352,13 +361,13 @@ class Readers:
             threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True).start()
 
     def submit(self, act: Callable[[], Result]) -> "Future[Result]":
-        """Have something done, in the order of what is asked for."""
+        """Queue a call; calls start in their order."""
         future: Future[Result] = Future()
         self._asked.put((future, act))
         return future
 
     def close(self) -> None:
-        """End the threads that do not hang, without waiting."""
+        """End all threads that do not hang, without waiting."""
         for _ in range(self._count):
             self._asked.put(None)
 
@@ -374,14 +383,15 @@ class Readers:
 
 
 class CircuitBreaker:
-    """Open after `PATIENCE` failures of one kind in a row, for `PAUSE_S` seconds.
+    """Circuit breaker that opens after `PATIENCE` failures of one kind in a row, for `PAUSE_S`
+    seconds.
 
     After that, one more failure opens it again, until a call of that kind succeeds. The first
     failure of a kind in a row is logged as a warning.
 
     Args:
         what: name of the service, for the log.
-        clock: gives seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -392,7 +402,7 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the service must not be called now."""
+        """Return whether the service must not be called now."""
         return self._clock() < self._paused_until
 
     def worked(self, kind: str) -> None:
@@ -412,13 +422,14 @@ class CircuitBreaker:
 
 @dataclass(frozen=True)
 class Sharing:
-    """A shared tier that is still to be opened.
+    """A shared tier that is not opened yet.
 
     Attributes:
         url: see `open_backend`.
-        secret: 32 bytes that the servers of a fleet have in common.
-        rank: of several, each of which has a part of the place of its own; None: there is one.
-        timeout_s: for which one prompt waits, however much of it is asked for.
+        secret: 32 bytes that the servers of a fleet share.
+        rank: number of this rank, if there are several. Each has its own part of the place. None:
+            there is one.
+        timeout_s: seconds that one prompt waits in total.
         capacity, quota: of a file system, see `FileBackend`.
     """
 
@@ -430,13 +441,12 @@ class Sharing:
     quota: float
 
     def open(self) -> "SharedTier":
-        """The tier; see `open_backend` for what it raises. A place that cannot be reached is no
-        error."""
+        """Open the tier; see `open_backend` for its errors. An unreachable place is no error."""
         return SharedTier(self._backend(), self._own_secret, timeout_s=self.timeout_s)
 
     def remove(self, records: Iterable[ChunkRecord]) -> None:
-        """Remove chunks for all who share the place, as its operator. Raises whatever the place's
-        client raises."""
+        """Remove chunks for all machines that share the place, as its operator. Raises any error of
+        the place's client."""
         seal = Signer(self._own_secret)
         with closing(self._backend()) as place:
             for record in records:
@@ -446,8 +456,8 @@ class Sharing:
 
     @property
     def _own_secret(self) -> bytes:
-        """Of this rank: of one text each has other data of the same shape, which is not signed for
-        the others."""
+        """Secret of this rank. Ranks have different data of equal shape for one text, so they must
+        not accept each other's."""
         return self.secret if self.rank is None else derive(self.secret, f"rank {self.rank}")
 
     def _backend(self) -> Backend:

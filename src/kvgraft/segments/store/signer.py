@@ -1,5 +1,5 @@
-"""What servers with one secret write at places that others may reach: names that tell nothing, and
-signed data."""
+"""Names and signatures for a place that others may access: names reveal nothing, and data is signed
+with a common secret."""
 
 import hmac
 from dataclasses import replace
@@ -21,34 +21,35 @@ class Signer:
         )
 
     def name(self, record: ChunkRecord) -> str:
-        """Of a chunk in this form: digests, the first one of its scope."""
+        """Return the name of a chunk in this form: two digests, the first one of its scope."""
         form = msgspec.json.encode((record.tensors, record.int8), order="deterministic")
         scope = blake3(record.chunk.scope, key=self._name_key).hexdigest()
         return f"{scope[:16]}/{blake3(record.key + form, key=self._name_key).hexdigest()}"
 
     def close(self, data: bytes, name: str) -> bytes:
-        """The data of the chunk with this name, signed."""
+        """Sign the data of the chunk with this name."""
         return _signature(self._data_key, name, data) + data
 
     def closed_bytes(self, num_bytes: int) -> int:
-        """Bytes of so much data, signed."""
+        """Size of `num_bytes` of data with its signature."""
         return DIGEST_BYTES + num_bytes
 
     def open(self, sealed: bytes, name: str) -> bytes:
-        """The data that was signed for this name; BadPayload if it was not."""
+        """Return the data that was signed for this name; BadPayload if the signature is wrong."""
         return _opened(self._data_key, name, sealed)
 
     def close_record(self, record: bytes) -> bytes:
-        """Return the signed form of a record."""
+        """Sign a record."""
         return _signature(self._record_key, "", record) + record
 
     def open_record(self, sealed: bytes) -> bytes:
-        """Return a record from its signed form; BadPayload if it was not."""
+        """Return a record from its signed form; BadPayload if the signature is wrong."""
         return _opened(self._record_key, "", sealed)
 
 
 def without_source(record: ChunkRecord) -> ChunkRecord:
-    """The same for all who have read this text, whenever and wherever."""
+    """Return the record without namespace and source, so that it is equal for all servers that have
+    read this text."""
     return replace(record, chunk=replace(record.chunk, namespace="", source=0))
 
 

@@ -1,5 +1,5 @@
-"""Tiers below device memory for the KV of text that was read: host memory, a directory that
-outlasts us, and a place that machines share."""
+"""Segment store: tiers below device memory for the KV of text that was read. The tiers are host
+memory, a directory that outlasts the process, and a place that machines share."""
 
 import threading
 from collections import Counter
@@ -18,49 +18,47 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Stored = dict[str, Tensor]
-_Found = tuple[ChunkRecord, int] | None  # a block: of which chunk, and its place there
+_Found = tuple[ChunkRecord, int] | None  # a block: its chunk, and its place there
 
 
 class SegmentStore:
     """Chunks of KV by content and scope, in host memory, on disk, and at a place that machines
     share.
 
-    A *block number* names a stored block until the chunk is gone; what is gone is never mistaken
-    for something else. Nothing here fails for a reason that lies in stored data or in the disk: the
-    chunk is gone then, and `counts` says why.
+    A *block number* names a stored block until its chunk is gone, and is never confused with
+    another block. Problems with stored data or the disk raise no error. The chunk is then gone, and
+    `counts` says why.
 
-    `_lock` guards the register, the tier in host memory and what is counted here; tiers below have
-    locks of their own, which are taken under this one and never the other way. It is not held while
-    the shared place is asked. Tiers know nothing of the store: they return what had to go, and the
-    store asks those below what has come and gone (`_look_around`). Only the store tells the
-    register.
+    `_lock` guards the index, the tier in host memory and the counts. Tiers below have locks of
+    their own, which are taken under this one and never the other way. It is not held while the
+    shared place is called. Tiers do not know the store: they return the keys that were evicted, and
+    the store polls those below for changes (`_look_around`). Only the store updates the index.
 
     Args:
         block_size: tokens of a block.
         ram_bytes: budget of host memory.
-        directory: of the tier on disk, with mode 0700; made if it does not exist. None: there is
-            none.
+        directory: directory of the tier on disk, with mode 0700; made if it does not exist. None:
+            no such tier.
         disk_bytes: its budget.
         quota: share of either budget that one scope may take (`Budget.add`).
-        int8: keep payloads as int8. They are graft sources, but never exact prefix blocks.
-        chunk_blocks: blocks of a chunk, at most.
-        max_backlog_bytes: payload that may wait to be written; more of it stays in host memory
+        int8: store payloads as int8. They are graft sources, but never exact prefix blocks.
+        chunk_blocks: greatest number of blocks in a chunk.
+        max_backlog_bytes: payload that may wait to be written. Further chunks stay in host memory
             only.
-        similarity, anchors: of near-duplicates (`SimilarIndex`); None knows identical text only.
-        shared: the tier that machines share, closed with the store; None: there is none.
+        similarity, anchors: of near-duplicates (`SimilarIndex`); None finds identical text only.
+        shared: the tier that machines share, closed with the store; None: no such tier.
 
     Attributes:
-        counts: blocks fetched ("ram_hits", "disk_hits", "shared_hits") and chunks that were:
-            "stored"; "known" already when they were put; "too_large", "backlog", "non_finite",
-            "write_failed": not kept on disk, or at all; "evicted" from all tiers; gone when they
-            were asked for or the store was opened: "missing", "damaged", "foreign"; "unusable": cut
-            into other blocks. What was found on opening: "orphans", "temporaries",
-            "catalogue_damaged". "catalogue_failed": errors of the catalogue in use. What begins
-            with "shared_": see `SharedTier.counts`.
+        counts: blocks fetched ("ram_hits", "disk_hits", "shared_hits"), and chunks by event. Chunks
+            that were "stored", or were "known" already when they were put. Chunks not kept on disk
+            or in any tier: "too_large", "backlog", "non_finite", "write_failed". Chunks "evicted"
+            from all tiers. Chunks that were gone when they were requested or when the store was
+            opened: "missing", "damaged", "foreign". Chunks cut into other blocks: "unusable". Found
+            on opening: "orphans", "temporaries", "catalogue_damaged". Errors of the catalogue in
+            use: "catalogue_failed". For names that begin with "shared_" see `SharedTier.counts`.
 
     Raises:
-        ValueError: a number is out of range, or one of directory and disk_bytes is given without
-            the other.
+        ValueError: a number is out of range, or only one of directory and disk_bytes is given.
         OSError: the directory cannot be used; PermissionError if others may read it.
     """
 
@@ -88,11 +86,12 @@ class SegmentStore:
         self._lock = threading.Lock()
         self._closed = False
         self._index = ChunkIndex(block_size, chunk_blocks, similarity, anchors)
-        # of what can be found, what was not reported yet
+        # findable chunks of others that `take_appeared` has not returned yet
         self._appeared: dict[bytes, ChunkRecord] = {}
         self._tiers = Tiers.open(ram_bytes, directory, disk_bytes, quota, max_backlog_bytes, shared)
+        # Each poll returns only some of the changes.
         while self._look_around():
-            pass  # it tells some at a time
+            pass
 
     def __enter__(self) -> "SegmentStore":
         return self
@@ -109,13 +108,13 @@ class SegmentStore:
 
     @property
     def counts(self) -> Counter[str]:
-        """What has happened so far, by the names above."""
+        """Events so far, by the names above."""
         with self._lock:
             return self._counts + self._tiers.counts
 
     @property
     def ram_nbytes(self) -> int:
-        """Bytes of payload in host memory, without those that only wait to be written."""
+        """Bytes of payload in host memory, without chunks that only wait to be written."""
         with self._lock:
             return self._tiers.memory.budget.nbytes
 
@@ -125,16 +124,18 @@ class SegmentStore:
         return self._tiers.disk.nbytes if self._tiers.disk else 0
 
     def put(self, chunk: Chunk, payload: Payload) -> bool:
-        """Keep a chunk; its file is written later. A known one counts as used, and is written where
-        it was not; one that is known from the shared tier only is kept here, too.
+        """Store a chunk; its file is written later.
+
+        A known chunk counts as used, and is written to tiers that lack it. A chunk that only the
+        shared tier has is stored here, too.
 
         Args:
             payload: tensors in host memory, floating point [streams, tokens of the chunk, d]; they
                 are copied.
 
         Returns:
-            Whether it was kept: False if it is known (and no better than before) or refused, which
-            is counted.
+            Whether it was stored. False if it is known (in an equal or better form), or refused,
+                which is counted.
 
         Raises:
             ValueError: chunk or payload are not of this form, or the store is closed.
@@ -162,7 +163,8 @@ class SegmentStore:
             return False
         with self._lock:
             if is_better:
-                self._drop(chunk.key)  # the same as int8
+                # The known chunk is an int8 copy, so replace it.
+                self._drop(chunk.key)
             evicted = self._tiers.put(record, stored)
             if evicted is None:
                 return False
@@ -172,15 +174,15 @@ class SegmentStore:
             return True
 
     def take_appeared(self) -> list[ChunkRecord]:
-        """What can be found that was not put here: all of it at first, then what has come since the
-        last call."""
+        """Return findable chunks that were not put here: all of them at first, then those that came
+        since the last call."""
         with self._lock:
             self._look_around()
             found, self._appeared = list(self._appeared.values()), {}
             return found
 
     def touch(self, key: bytes) -> bool:
-        """Note that a chunk was used; whether it is known."""
+        """Note that a chunk was used. Return whether it is known."""
         with self._lock:
             self._look_around(others=False)
             known = key in self._index
@@ -189,29 +191,33 @@ class SegmentStore:
             return known
 
     def match(self, query: MatchQuery) -> list[Match]:
-        """Return what of a prompt is stored, at any offset: matches whose pages are block numbers.
+        """Return the parts of a prompt that are stored, at any offset: matches whose pages are
+        block numbers.
 
-        Near-duplicates are found if the store was made for that."""
+        Near-duplicates are found if the store was made with `similarity`.
+        """
         with self._lock:
             self._look_around()
             return self._index.match(query)
 
     def prefix(self, chain_keys: Sequence[bytes], scope: bytes) -> list[int]:
-        """For each key of `chain_hashes` the number of a block that is it, bit for bit as it was
-        put, or -1."""
+        """Return for each key of `chain_hashes` the number of a bit-exact block, or -1."""
         with self._lock:
             self._look_around()
             return self._index.prefix(chain_keys, scope)
 
     def fetch(self, blocks: Sequence[int], *scopes: bytes) -> list[StoredBlock | None]:
-        """The blocks of these numbers, None for each that is gone or of none of these scopes. Each
-        chunk is read once. Waits for the shared tier as `SharedTier.fetch` does."""
+        """Return the blocks of these numbers, or None for each that is gone or outside these
+        scopes.
+
+        Each chunk is read once. Waits for the shared tier as in `SharedTier.fetch`.
+        """
         return self._fetch_all(lambda: [self._index.find(block, *scopes) for block in blocks], None)
 
     def fetch_from(
         self, places: Sequence[tuple[bytes, int]], asked_at: float | None = None
     ) -> list[StoredBlock | None]:
-        """As `fetch`, of the blocks at these places: the key of a chunk, and which of its blocks.
+        """Fetch blocks like `fetch`, by places: the key of a chunk, and the place of a block in it.
 
         Args:
             asked_at: `time.monotonic` when the waiting began; None: now.
@@ -226,13 +232,13 @@ class SegmentStore:
         return self._fetch_all(find, asked_at)
 
     def record(self, key: bytes) -> ChunkRecord | None:
-        """The record of a chunk that can be found."""
+        """Return the record of a findable chunk, or None."""
         with self._lock:
             return self._index.get(key)
 
     def pin(self, key: bytes, pinned: bool = True) -> None:
-        """Never evict a chunk, or allow it again; on disk, if it is there. KeyError if it is
-        unknown."""
+        """Pin a chunk, so that it is never evicted, or unpin it; on disk if it is there. KeyError
+        if it is unknown."""
         self.flush()
         with self._lock:
             self._check_known(key)
@@ -246,15 +252,15 @@ class SegmentStore:
             self._drop(key)
 
     def flush(self) -> None:
-        """Wait until all that was put is written; for the shared tier 10 s at most."""
+        """Wait until all chunks that were put are written; for the shared tier 10 s at most."""
         if not self._closed:
             self._tiers.flush()
             with self._lock:
                 self._look_around()
 
     def close(self) -> None:
-        """Write all that was put, then let directory and shared place go. Nothing can be put or
-        fetched any more."""
+        """Write all pending chunks, then close directory and shared place. Nothing can be put or
+        fetched afterwards."""
         if not self._closed:
             if self._tiers.disk:
                 self._tiers.disk.flush()
@@ -266,8 +272,8 @@ class SegmentStore:
     def _fetch_all(
         self, find: Callable[[], list[_Found]], asked_at: float | None
     ) -> list[StoredBlock | None]:
-        """The blocks that are found; the lock is not held while what only the shared tier has is on
-        its way."""
+        """Fetch the blocks that are found. The lock is not held while waiting for the shared
+        tier."""
         with self._lock:
             self._look_around(others=False)
             far = self._tiers.far(held[0] for held in find() if held is not None)
@@ -276,7 +282,7 @@ class SegmentStore:
             self._look_around(others=False)
             return self._fetch(find(), arrived)
 
-    # What follows needs the lock to be held.
+    # The methods below need the lock to be held.
 
     def _fetch(
         self, wanted: Sequence[_Found], arrived: "Mapping[ChunkRecord, Stored]"
@@ -286,7 +292,7 @@ class SegmentStore:
         for at, held in enumerate(wanted):
             if held is not None:
                 by_key.setdefault(held[0].key, []).append((at, *held))
-        # before it is pushed out
+        # Chunks in host memory come first, before loading others evicts them.
         for key in sorted(by_key, key=lambda key: key not in self._tiers.memory):
             if (stored := self._load(by_key[key][0][1], len(by_key[key]), arrived)) is not None:
                 for at, record, place in by_key[key]:
@@ -296,8 +302,8 @@ class SegmentStore:
     def _load(
         self, record: ChunkRecord, num_blocks: int, arrived: "Mapping[ChunkRecord, Stored]"
     ) -> "Stored | None":
-        """What is stored of a chunk, from now on in host memory if it fits; None, and forgotten, if
-        it is unusable."""
+        """Load the stored tensors of a chunk, into host memory if they fit. Forget an unusable
+        chunk and return None."""
         self._tiers.touch(record.key)
         stored, evicted = self._tiers.get(record, num_blocks, arrived)
         self._left(evicted)
@@ -306,7 +312,7 @@ class SegmentStore:
         return stored
 
     def _left(self, keys: Iterable[bytes]) -> None:
-        """These had to leave a tier: they are gone if no other one has them."""
+        """Drop and count chunks that were evicted from a tier, if no other tier has them."""
         for key in keys:
             if key not in self._tiers:
                 self._drop(key)
@@ -317,14 +323,14 @@ class SegmentStore:
         self._tiers.remove(key)
 
     def _forget(self, key: bytes) -> None:
-        """Forget a chunk, whatever lies below."""
+        """Forget a chunk here, without changing the tiers below."""
         self._tiers.memory.remove(key)
         self._index.remove(key)
         self._appeared.pop(key, None)
 
     def _look_around(self, *, others: bool = True) -> bool:
-        """Take notice of what has come to the tiers below and gone from them, before anything else
-        is done (`Tiers.poll`); whether there was anything."""
+        """Apply changes of the tiers below, before any other operation (`Tiers.poll`). Return
+        whether there were any."""
         if self._closed:
             raise ValueError("the segment store is closed")
         changed = self._tiers.poll(others=others)

@@ -1,5 +1,5 @@
-"""The tiers of a store as one: host memory; below it the disk and a place that machines share,
-where others come and go."""
+"""The tiers of a store together: host memory and, below it, the disk and a shared place, which
+other processes also change."""
 
 import sqlite3
 from collections import Counter
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class MemoryTier:
-    """Payloads by the key of their chunk, within a budget. It has no lock: who has it lets one
-    thread in at a time."""
+    """Payloads by the key of their chunk, within a budget. It has no lock: the caller must
+    serialise access."""
 
     hits = "ram_hits"
 
@@ -31,8 +31,8 @@ class MemoryTier:
         return key in self._payloads
 
     def put(self, record: ChunkRecord, stored: dict[str, "Tensor"]) -> list[bytes] | None:
-        """Keep a payload; returns the keys of those that had to go, or None if there is no room for
-        it."""
+        """Store a payload. Return the keys that were evicted for it, or None if there is no
+        room."""
         self.remove(record.key)
         evicted = self.budget.add(record.key, record.chunk.scope, nbytes(stored))
         if evicted is not None:
@@ -42,19 +42,19 @@ class MemoryTier:
         return evicted
 
     def get(self, record: ChunkRecord) -> "dict[str, Tensor] | None":
-        """The payload, if it is here."""
+        """Return the payload, or None if it is not here."""
         return self._payloads.get(record.key)
 
     def touch(self, key: bytes) -> None:
-        """Make a payload the most recently used of its scope; one that is not here is no error."""
+        """Make a payload the most recently used of its scope. Unknown keys are ignored."""
         self.budget.touch(key)
 
     def pin(self, key: bytes, pinned: bool) -> None:
-        """Whether a payload that is here is never evicted."""
+        """Pin or unpin a payload that is here; a pinned one is never evicted."""
         self.budget.pin(key, pinned)
 
     def remove(self, key: bytes) -> None:
-        """Let a payload go; one that is not here is no error."""
+        """Remove a payload. Unknown keys are ignored."""
         self.budget.remove(key)
         self._payloads.pop(key, None)
 
@@ -64,11 +64,13 @@ if TYPE_CHECKING:
 
 
 class Tiers:
-    """What is put goes into every tier that takes it; what is asked for comes from the first that
-    has it, and goes into host memory. It has no lock, as `MemoryTier`.
+    """All tiers of a store. A chunk is put into every tier that accepts it, and read from the first
+    that has it, then cached in host memory.
+
+    It has no lock, like `MemoryTier`.
 
     Args:
-        disk, shared: None: there is no such tier.
+        disk, shared: None: no such tier.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Tiers:
         max_backlog_bytes: int,
         shared: SharedTier | None,
     ) -> "Tiers":
-        """See `SegmentStore` for the arguments, and for what it raises."""
+        """Open the tiers; see `SegmentStore` for arguments and errors."""
         memory = MemoryTier(Budget(ram_bytes, quota))
         if directory is None:
             return cls(memory, None, shared)
@@ -107,21 +109,22 @@ class Tiers:
 
     @property
     def counts(self) -> Counter[str]:
-        """Blocks that were served, by tier; what was refused; and what the tiers below count."""
+        """Blocks served by tier, refused chunks, and the counts of the tiers below."""
         return sum((tier.counts for tier in self._below), self._counts)
 
     def put(self, record: ChunkRecord, stored: dict[str, "Tensor"]) -> list[bytes] | None:
-        """Keep a chunk; the keys of those that had to leave a tier for it, or None, counted, if no
-        tier takes it."""
+        """Store a chunk. Return the keys that were evicted from a tier for it, or None, counted, if
+        no tier takes it."""
         evicted = [tier.put(record, stored) for tier in (self.memory, *self._below)]
         if all(keys is None for keys in evicted):
-            if not self._below:  # which have counted it
+            # Tiers below have counted it themselves.
+            if not self._below:
                 self._counts["too_large"] += 1
             return None
         return [key for keys in evicted for key in keys or ()]
 
     def write_missing(self, record: ChunkRecord) -> None:
-        """Write a chunk that is in host memory to where it is not."""
+        """Write a chunk that is in host memory to the tiers that lack it."""
         missing = [tier for tier in self._below if record.key not in tier]
         if missing and (stored := self.memory.get(record)) is not None:
             for tier in missing:
@@ -133,11 +136,12 @@ class Tiers:
         num_blocks: int,
         arrived: Mapping[ChunkRecord, dict[str, "Tensor"]],
     ) -> tuple["dict[str, Tensor] | None", list[bytes]]:
-        """What is stored of a chunk, of which so many blocks are wanted, and the keys of those that
-        had to leave host memory for it.
+        """Return the stored tensors of a chunk, and the keys that were evicted from host memory for
+        it.
 
         Args:
-            arrived: what has come from the shared tier, by `SharedTier.fetch`.
+            num_blocks: number of its blocks that are needed, for the counts.
+            arrived: chunks that `SharedTier.fetch` has returned.
         """
         for tier in self._near:
             if (stored := tier.get(record)) is not None:
@@ -149,7 +153,7 @@ class Tiers:
         return None, []
 
     def far(self, records: Iterable[ChunkRecord]) -> list[ChunkRecord]:
-        """Those that only the shared tier has."""
+        """Records of chunks that only the shared tier has."""
         keys = {record.key: record for record in records}
         if self.shared is None:
             return []
@@ -158,29 +162,29 @@ class Tiers:
         ]
 
     def is_near(self, key: bytes) -> bool:
-        """Whether a tier of this machine has a chunk."""
+        """Return whether a tier of this machine has a chunk."""
         return any(key in tier for tier in self._near)
 
     def touch(self, key: bytes) -> None:
-        """Note that a chunk was used; one that is not here is no error. The shared place knows what
-        it is asked for."""
+        """Note that a chunk was used. Unknown keys are ignored. The shared place notices its own
+        reads."""
         for tier in self._near:
             tier.touch(key)
 
     def pin(self, key: bytes, pinned: bool) -> None:
-        """Whether a chunk that is here is never evicted: on disk, if it is there. The shared place
-        knows no such thing."""
+        """Pin or unpin a chunk that is here: on disk if it is there, otherwise in memory. The
+        shared place has no pins."""
         tier = self.disk if self.disk and key in self.disk else self.memory
         tier.pin(key, pinned)
 
     def remove(self, key: bytes) -> None:
-        """Have a chunk removed everywhere."""
+        """Remove a chunk from all tiers."""
         for tier in (self.memory, *self._below):
             tier.remove(key)
 
     def poll(self, *, others: bool) -> dict[bytes, ChunkRecord | Gone]:
-        """See `DiskTier.poll`. What has come to the shared tier is no news if it is here
-        already."""
+        """Return changes of the tiers below, see `DiskTier.poll`. A chunk that is already here is
+        no news from the shared tier."""
         news = self.disk.poll(others=others) if self.disk else {}
         if self.shared and others:
             for key, what in self.shared.poll().items():
@@ -190,19 +194,22 @@ class Tiers:
         return news
 
     def removed(self, key: bytes) -> ChunkRecord | None:
-        """Another process has removed a chunk, from the disk or from the shared place: what the
-        latter still has, to be found there."""
+        """Handle a chunk that another process has removed from the disk or the shared place.
+
+        Returns:
+            The record of the shared tier, if that still has the chunk.
+        """
         found = self.shared.record(key) if self.shared else None
         if self.shared and self.disk and found is None:
             self.disk.remove(key)
         return found
 
     def flush(self) -> None:
-        """Wait until all that was put is written; for the shared tier 10 s at most."""
+        """Wait until all chunks that were put are written; for the shared tier 10 s at most."""
         for tier in self._below:
             tier.flush()
 
     def close(self) -> None:
-        """Write all that was put, then let directory and shared place go."""
+        """Write all pending chunks, then close directory and shared place."""
         for tier in self._below:
             tier.close()

@@ -1,4 +1,4 @@
-"""Write-behind: a thread that does jobs in order, behind a backlog of bounded size."""
+"""Write-behind: a thread that runs jobs in order, with a backlog of bounded size."""
 
 import logging
 import threading
@@ -12,14 +12,15 @@ class ChunkWriter:
     """One daemon thread and its jobs.
 
     Args:
-        max_bytes: that waiting jobs may hold altogether.
+        max_bytes: bytes that all waiting jobs together may hold.
     """
 
     def __init__(self, max_bytes: int) -> None:
         if max_bytes < 0:
             raise ValueError(f"max_backlog_bytes must be at least 0, got {max_bytes}")
         self.max_bytes = max_bytes
-        self._jobs: deque[tuple[Callable[[], None], int]] = deque()  # the first one is being done
+        # The first job is running.
+        self._jobs: deque[tuple[Callable[[], None], int]] = deque()
         self._num_bytes = 0
         self._closing = False
         self._changed = threading.Condition()
@@ -27,8 +28,8 @@ class ChunkWriter:
         self._thread.start()
 
     def submit(self, job: Callable[[], None], num_bytes: int = 0) -> bool:
-        """Do a job that holds memory after all others; False if the backlog has no room for it or
-        ends."""
+        """Queue a job that holds `num_bytes` of memory; False if the backlog has no room for it or
+        is closing."""
         with self._changed:
             if self._closing or (num_bytes and self._num_bytes + num_bytes > self.max_bytes):
                 return False
@@ -38,12 +39,12 @@ class ChunkWriter:
             return True
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until every job is done, so long at most."""
+        """Wait until every job is done, or for at most `timeout_s` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: not self._jobs, timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Do what waits, then end; after so long without waiting for it."""
+        """Run all waiting jobs, then end the thread. Waits at most `timeout_s` seconds."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
