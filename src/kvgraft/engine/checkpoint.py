@@ -110,6 +110,7 @@ def identify(model_dir: str | Path) -> str:
     model_dir = Path(model_dir)
     if not (model_dir / "config.json").is_file():
         raise FileNotFoundError(f"{model_dir} is not a model directory: it has no config.json")
+
     config = (model_dir / "config.json").read_bytes()
     digest = hashlib.sha256(f"{len(config)}|".encode() + config)
     for path in weight_files(model_dir):
@@ -120,4 +121,5 @@ def identify(model_dir: str | Path) -> str:
                 size = min(_SAMPLE_BYTES, end - start)
                 file.seek(8 + len(header) + (start + end - size) // 2)
                 digest.update(file.read(size))
+
     return digest.hexdigest()

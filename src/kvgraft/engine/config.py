@@ -197,6 +197,7 @@ def load_config(model_dir: str | Path) -> ModelConfig:
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     if latent is not None:
         head_dim = latent.rank + latent.rope_dim
+
     attention_bias = bool(getattr(hf, "attention_bias", False))
     return ModelConfig(
         architecture=architecture,
@@ -228,6 +229,7 @@ def _supported_architecture(raw: _RawConfig) -> str:
     architecture = raw.architectures[0] if raw.architectures else "None"
     if raw.auto_map:
         raise UnsupportedModel("the model brings its own code (auto_map), which is never run")
+
     if (
         architecture not in SUPPORTED_ARCHITECTURES
         or raw.model_type != SUPPORTED_ARCHITECTURES[architecture]
@@ -236,10 +238,12 @@ def _supported_architecture(raw: _RawConfig) -> str:
             f"architecture {architecture} of model_type {raw.model_type!r} is not supported: "
             f"{', '.join(SUPPORTED_ARCHITECTURES)} are"
         )
+
     if raw.quantization_config:
         raise UnsupportedModel(
             "quantized checkpoints are not supported: float32, float16 and bfloat16 are"
         )
+
     return architecture
 
 
@@ -260,14 +264,17 @@ def _refuse_inexact(hf: Any, architecture: str) -> None:
     its defaults filled in."""
     if hf.hidden_act != "silu":
         raise UnsupportedModel(f"activation {hf.hidden_act!r} is not supported: silu is")
+
     for name in _SIZES:
         if getattr(hf, name) < 1:
             raise UnsupportedModel(f"{name} must be positive, got {getattr(hf, name)}")
+
     if hf.num_attention_heads % hf.num_key_value_heads:
         raise UnsupportedModel(
             f"{hf.num_attention_heads} query heads cannot share {hf.num_key_value_heads} key-value "
             "heads evenly"
         )
+
     window = getattr(hf, "sliding_window", None)
     local_layers = set(getattr(hf, "layer_types", None) or ()) - {"full_attention"}
     in_all_layers = (
@@ -299,6 +306,7 @@ def _latent(hf: Any) -> LatentAttention:
             "query heads, "
             f"{hf.num_attention_heads}, are supported"
         )
+
     for name in (
         "qk_nope_head_dim",
         "v_head_dim",
@@ -312,6 +320,7 @@ def _latent(hf: Any) -> LatentAttention:
         raise UnsupportedModel(
             f"{name} must be positive{' and even' if halved else ''}, got {size}"
         )
+
     scaling = hf.rope_parameters  # validated by transformers
     mscale_all_dim = scaling.get("mscale_all_dim") if scaling["rope_type"] != "default" else None
     return LatentAttention(

@@ -90,6 +90,7 @@ def numbers_of(
     for part, sequence in zip(pages, sequences, strict=False):
         held = sequence.pages.pages[:, :blocks]
         part[:, : held.shape[1]] = held
+
     block, place = np.divmod(places[:count], size)
     slots[:, :count] = (pages[np.arange(count), :, block] * size + place[:, None]).T
     return torch.from_numpy(np.concatenate([part.ravel() for part in (own, places, slots, pages)]))
@@ -147,12 +148,15 @@ class StepAttention:
             return self._dense(layer, query, self.layout)
         if sparse[0].rows is None:
             return self._sparse(layer, query, sparse[0])
+
         attended = torch.empty_like(query, memory_format=torch.contiguous_format)
         for batch in sparse:
             attended[batch.rows] = self._sparse(layer, query[batch.rows], batch)
+
         others, rows = self._others(sparse)
         if others:
             attended[rows] = self._dense(layer, query[rows], self.layout.part(others))
+
         return attended
 
     def _dense(self, layer: int, query: Tensor, layout: AttentionLayout) -> Tensor:

@@ -263,6 +263,7 @@ class Engine:
             save_payload(Path(path), sequence, self.memory.cache, self._model)
         finally:
             self.scheduler.abort([sequence])
+
         return sequence.report
 
     def resume(self, path: str | Path) -> Result:
@@ -292,6 +293,7 @@ class Engine:
         *_, last = self.scheduler.drain([sequence])
         if last.result is None:
             raise RuntimeError("the sequence ended without a result")
+
         return last.result
 
     def occupy(self, requests: Prompts) -> list[SequenceState]:
@@ -404,6 +406,7 @@ class Engine:
             flow = self.flow if request.flow is None else self.scheduler.flows.find(request.flow)
         except (ValueError, TypeError, FileNotFoundError) as error:
             raise RequestError(f"request {index}: {error}") from error
+
         text = IncrementalText(self.tokenizer, request.sampling.stop)
         offer, sampler = (
             BlockProvenance(self.scope_of(request.namespace)),
@@ -415,10 +418,13 @@ class Engine:
         sequence.matches_similar, sequence.shared = similar, shared
         if request.policy is None and self.profile is not None:
             sequence.report.profile = self.profile.name
+
         if flow is not None:
             sequence.shares_prefix = not self.scheduler.flows.program(flow).is_stateful
+
         if isinstance(policy, KeepsDocuments):
             sequence.place_documents(policy, tokenised.segments, self.memory.cache.layout)
+
         return sequence
 
     def encode(self, text: str) -> list[int]:

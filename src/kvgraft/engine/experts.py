@@ -39,14 +39,17 @@ def read_experts(hf: Any) -> Experts | None:
     for name in ("num_experts", "moe_intermediate_size", "decoder_sparse_step"):
         if getattr(hf, name) < 1:
             raise UnsupportedModel(f"{name} must be positive, got {getattr(hf, name)}")
+
     if not 1 <= hf.num_experts_per_tok <= hf.num_experts:
         raise UnsupportedModel(
             f"num_experts_per_tok must be 1 to {hf.num_experts}, got {hf.num_experts_per_tok}"
         )
+
     every = hf.decoder_sparse_step
     layers = frozenset(range(every - 1, hf.num_hidden_layers, every)) - set(hf.mlp_only_layers)
     if not layers:
         return None
+
     return Experts(
         hf.num_experts,
         hf.num_experts_per_tok,
@@ -65,6 +68,7 @@ def mix(experts: Experts, rows: Tensor, router: Tensor, gate_up: Tensor, down: T
     weights, picked = F.linear(rows, router).softmax(-1, dtype=torch.float32).topk(experts.active)
     if experts.normed:
         weights = weights / weights.sum(-1, keepdim=True)
+
     weights, picked = weights.to(rows.dtype).flatten(), picked.flatten()  # [n k]
     # indices into `picked`, by expert
     pairs = picked.argsort(stable=True).split(picked.bincount(minlength=experts.count).tolist())
@@ -75,4 +79,5 @@ def mix(experts: Experts, rows: Tensor, router: Tensor, gate_up: Tensor, down: T
             where = mine // experts.active
             outputs = F.linear(silu_mul(F.linear(rows[where], gate_up[expert])), down[expert])
             mixed.index_add_(0, where, outputs.mul_(weights[mine, None]))
+
     return mixed

@@ -70,6 +70,7 @@ def save_payload(path: Path, sequence: SequenceState, cache: KVCache, model: str
         ]
         for name, pool in zip(_POOLS, cache.pools, strict=False):
             tensors[f"{name}.{page_list}"] = pool[:, slots].cpu()
+
     save_file(tensors, path, {"kvgraft": msgspec.json.encode(header).decode()})
 
 
@@ -82,6 +83,7 @@ def load_payload(path: Path, cache: KVCache, model: str) -> Payload:
     """
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
+
     lists = range(cache.layout.num_lists)
     try:
         with safe_open(path, framework="pt") as file:
@@ -96,15 +98,18 @@ def load_payload(path: Path, cache: KVCache, model: str) -> Payload:
             ]
     except (SafetensorError, msgspec.DecodeError) as error:
         raise ValueError(f"{path} is no payload: {error}") from error
+
     if not 0 <= header.num_dropped < len(header.prompt):
         raise ValueError(
             f"{path} is no payload: it dropped {header.num_dropped} of {len(header.prompt)} tokens"
         )
+
     for page_list, parts in enumerate(zip(*pools, strict=True)):
         count = _sent(cache.layout, page_list, header.num_held).numel()
         shape = (cache.layout.width, count, cache.keys.shape[-1])
         if any(part.shape != shape or part.dtype != cache.keys.dtype for part in parts):
             raise ValueError(f"{path} is no payload: its tensors do not fit its header")
+
     return Payload(header, pools)
 
 

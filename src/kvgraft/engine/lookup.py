@@ -102,6 +102,7 @@ class CacheLookup:
                 [],
                 continued,
             )
+
         complete = self.local_pages.complete(known.values())
         whole = {
             block: page for (block, page), held in zip(known.items(), complete, strict=True) if held
@@ -109,6 +110,7 @@ class CacheLookup:
         matches, estimate = self._matches(sequence, whole) if grafts else ([], None)
         if matches:
             return Reuse(whole, matches, estimate, list(whole))
+
         layout, size, hits, copied = self.layout, self.pool.block_size, {}, []
         # Walk backwards: `computed` is the first block that this prompt must compute.
         computed = (sequence.num_prompt - 1) // size
@@ -119,6 +121,7 @@ class CacheLookup:
             else:
                 hits[block] = known[block]
                 copied += [block] if seen else []
+
         return Reuse(dict(reversed(hits.items())), [], estimate, copied)
 
     def offer(self, sequence: SequenceState) -> None:
@@ -134,6 +137,7 @@ class CacheLookup:
         stop = sequence.num_computed // size
         if not sequence.request.remember or sequence.documents or stop <= first:
             return
+
         pages = sequence.pages.pages
         tokens = sequence.first_tokens(stop * size)
         chain = sequence.offer.chains(tokens, size)
@@ -141,6 +145,7 @@ class CacheLookup:
         exact = first + np.flatnonzero(depths[first:stop] == 0)
         for block in exact.tolist():
             self.pool.publish(int(pages[0, block]), chain[block])
+
         self._offer_continuation(sequence, chain, depths)
         found = np.array(self.pool.lookup_all([chain[block] for block in exact.tolist()]), np.int64)
         self.local_pages.record(found, pages[1:, exact])
@@ -234,6 +239,7 @@ class CacheLookup:
                 for block, page in enumerate(pages, continued.first_block)
                 if page is not None
             }
+
         return continued
 
     def _offer_continuation(
@@ -246,11 +252,13 @@ class CacheLookup:
             or self.layout.num_local_lists
         ):
             return
+
         first, keys = int(np.argmax(depths > 0)), sequence.continuation_keys
         for block in range(first + len(keys), len(depths)):
             keys.append(os.urandom(KEY_BYTES) if depths[block] else chains[block])
             if depths[block]:
                 self.pool.publish(int(sequence.pages.pages[0, block]), keys[-1])
+
         grafted = sequence.admitted_plan.grafted_blocks
         # Blocks of the answer hold no grafted tokens.
         is_grafted = np.pad(grafted, (0, len(depths)))[first : len(depths)].tolist()
@@ -276,6 +284,7 @@ class CacheLookup:
         sequence.report.too_deep_tokens = self.index.num_too_deep
         if self.cost_model is None or not matches:
             return matches, None
+
         num_known, policy = len(hit_blocks) * size, str(sequence.policy)
         return self.cost_model.choose(
             matches, sequence.num_prompt, num_known, policy, approximate=approximate

@@ -66,6 +66,7 @@ class Memory:
             reuse = self.lookup.find(sequence, grafts=False)
             self.note_fallback(sequence, "pool_pressure")
             fits = self._pin(sequence, reuse)
+
         if not fits and idle:
             raise PoolExhausted(
                 f"{self._num_missing(sequence, reuse)} pages needed, {self.pool.num_free} of "
@@ -74,6 +75,7 @@ class Memory:
             )
         if not fits:
             return False
+
         self._start(sequence, reuse)
         sequence.report.stages["match"] = time.perf_counter() - start
         return True
@@ -95,6 +97,7 @@ class Memory:
             raise PoolExhausted(
                 f"{self._num_missing(sequence, reuse)} pages needed, {self.pool.num_free} are free"
             )
+
         lists = self._start(sequence, reuse)
         sequence.num_computed = sequence.num_prompt - sequence.num_dropped
         blocks = np.arange(-(-sequence.num_computed // self.pool.block_size))
@@ -207,6 +210,7 @@ class Memory:
         if num_missing > self.pool.num_free + self.pins.num_sheddable(namespace):
             self.pool.release(held)
             return False
+
         self.pool.hit_counts[np.array(held, np.int64)] += 1
         self.refresh.note(sequence.scope, namespace, pages.tolist())
         # Pages that were just acquired are not shed.
@@ -234,9 +238,11 @@ class Memory:
             lists.add_local(self.pool, copied)
             source = self.lookup.local_pages.of(lists.pages[0, copied])
             self.cache.copy(source.T.ravel().tolist(), lists.pages[1:, copied].ravel().tolist())
+
         sequence.mark_approximate(reuse.continued, reuse.matches, size)
         if reuse.estimate is not None:
             sequence.decide(reuse.estimate)
+
         sequence.report.kv_bytes = len(lists.held) * self.cache.page_bytes
         if sequence.documents:
             sequence.offer.mark_approximate((span.start, 1) for span in sequence.documents)
@@ -244,6 +250,7 @@ class Memory:
         else:
             in_place = self._in_place(reuse) if sequence.policy.recovers_in_place else ()
             plan = Plan.for_prompt(sequence.num_prompt, size, reuse.hits, reuse.matches, in_place)
+
         sequence.set_plan(plan)
         return lists
 

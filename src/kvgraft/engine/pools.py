@@ -60,6 +60,7 @@ def make_pool(
             f"residual_layers {residual_layers}: layers of this model are 0 to "
             f"{config.num_layers - 1}"
         )
+
     if num_pages is None:
         beside = len(residual_layers) * config.hidden_size
         page_bytes = KVCache.bytes_per_page(
@@ -69,6 +70,7 @@ def make_pool(
             int(kv_gib * 2**30) // page_bytes,
             PROMPTS * layout.num_lists * -(-max_length // block_size),
         )
+
     pool = PagePool(num_pages, block_size)
     cache = KVCache(
         layout,
@@ -84,6 +86,7 @@ def make_pool(
     if poison:
         cache.poison(range(num_pages))
         pool.on_drop = cache.poison
+
     return pool, cache
 
 

@@ -195,6 +195,7 @@ class NativePrefill(PagedPrefill):
             self._rows = Rows(
                 hidden.where, positions, self._slots, self._decoder, self.head_map, on_device
             )
+
         rows = self._rows
         if (
             self._projected is None
@@ -208,6 +209,7 @@ class NativePrefill(PagedPrefill):
             )
             self._cache.write_residual(index, rows.layout.query_slots, hidden.states)
             self.attention_flops += rows.counts * self._decoder.config.project_flops
+
         query, keys, values = self._projected[2]
         if kept is not None and any(reused):
             keeps = (self._grafted_everywhere & kept)[hidden.where][:, None, None] & torch.tensor(
@@ -219,6 +221,7 @@ class NativePrefill(PagedPrefill):
                 torch.where(keeps, old_keys, keys),
                 torch.where(keeps, old_values, values),
             )
+
         self._cache.write(index, rows.layout.query_slots, keys, values)
         self._query = (index, hidden.where, query)
         return rows, query

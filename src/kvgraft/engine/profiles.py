@@ -99,6 +99,7 @@ def load_stable_layers(
         profile = LayerProfile(config.identity, tuple(given))
         profile.check(config.identity, config.num_layers)
         return profile.stable
+
     beside = model_dir / LAYERS_FILE
     try:
         profile = LayerProfile.load(beside)
@@ -108,4 +109,5 @@ def load_stable_layers(
     except ValueError as error:
         logger.warning("%s is not used: %s", beside, error)
         return last_layers(config.num_layers)
+
     return profile.stable

@@ -49,11 +49,13 @@ class PromptReader:
         prompt = request.prompt
         if self.anchors and isinstance(prompt, str):
             prompt = split_at_anchors(prompt, self.anchors)
+
         prefix = opening_ids(self.tokenizer, prompt)
         tokenised = tokenise(prompt, self.encode, prefix_ids=prefix, **self._padding)
         tokens = tokenised.token_ids
         if not isinstance(request.namespace, str):
             raise ValueError(f"namespace must be a string, got {request.namespace!r}")
+
         least, most = tokens.min(), tokens.max()
         if least < 0 or most >= self._vocab_size:
             raise ValueError(f"token ids must be in 0..{self._vocab_size - 1}, got {least}..{most}")
@@ -62,5 +64,6 @@ class PromptReader:
                 f"{len(tokens)} prompt tokens and {request.sampling.max_tokens} to generate exceed "
                 f"the limit of {self._max_length}"
             )
+
         check_forced_output(request, self._vocab_size)
         return tokenised

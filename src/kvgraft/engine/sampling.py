@@ -81,14 +81,17 @@ class Sampler:
         params = self.params
         if params.is_greedy:
             return int(logits.argmax()) if best is None else best
+
         scores = logits.float().cpu()
         tokens = None  # ids of the scores, most likely first; None: scores lie in vocabulary order
         if params.top_k or params.top_p < 1:
             scores, tokens = scores.topk(min(params.top_k or len(scores), len(scores)))
+
         probabilities = (scores / params.temperature).softmax(dim=0)
         if params.top_p < 1:
             before = probabilities.cumsum(dim=0) - probabilities
             probabilities = probabilities[before < params.top_p]
+
         choice = int(torch.multinomial(probabilities, 1, generator=self._generator))
         return choice if tokens is None else int(tokens[choice])
 

@@ -90,14 +90,17 @@ class Scheduler:
         groups: dict[Policy, list[SequenceState]] = {}
         for sequence in admitted:
             groups.setdefault(sequence.policy, []).append(sequence)
+
         try:
             for policy, sequences in groups.items():
                 self._prefill(policy, sequences)
         except BaseException:
             self._requeue(admitted)
             raise
+
         if decoding:
             self._decode(decoding)
+
         self._retire()
 
     def adopt(self, sequence: SequenceState) -> None:
@@ -158,6 +161,7 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             admitted.append(sequence)
             num_tokens += sequence.num_prompt
+
         return admitted
 
     def _requeue(self, admitted: list[SequenceState]) -> None:
@@ -177,6 +181,7 @@ class Scheduler:
         for sequence in sequences:
             if sequence.documents:
                 self._keep_documents(policy, sequence)
+
         sequences = [
             sequence
             for sequence in sequences
@@ -198,10 +203,13 @@ class Scheduler:
             broken += [
                 sequence for sequence, is_finite in zip(batch, finite, strict=True) if not is_finite
             ]
+
         for sequence in sequences:
             self.memory.unpin_sources(sequence)
+
         for sequence in broken:
             self.memory.drop_grafts(sequence, "non_finite")
+
         exact = [sequence for sequence in sequences if not _has_grafts(sequence)]
         logits |= zip(exact, self._compute(policy, exact), strict=True)
         best = most_likely(
@@ -217,6 +225,7 @@ class Scheduler:
         """Prefill one prompt whose documents are kept in part. Compute unknown documents first."""
         if not isinstance(policy, KeepsDocuments):
             raise TypeError(f"policy {policy.name!r} keeps no documents")
+
         report, remember = sequence.report, sequence.request.remember
         layers = NativeLayers(self.decoder, self.memory.cache, sequence.pages.slots)
         plan, documents = sequence.admitted_plan, sequence.documents
@@ -237,6 +246,7 @@ class Scheduler:
             self.memory.drop_documents(sequence, "non_finite")
             self.waiting.appendleft(sequence)
             return
+
         self.memory.shorten(sequence, ctx.num_kept)
         self._accept(sequence, logits)
 
@@ -294,6 +304,7 @@ class Scheduler:
         """Run one pass over the plans of the sequences."""
         for sequence, plan in zip(sequences, plans, strict=True):
             self.memory.reach(sequence, plan.active.nonzero()[:, 0].numpy())
+
         plan = Plan.batch(plans)
         tokens = torch.cat(
             [
@@ -309,6 +320,7 @@ class Scheduler:
         hidden = recover(ctx)
         for sequence, length in zip(sequences, plan.lengths, strict=True):
             sequence.num_computed = length
+
         return ctx, hidden
 
     def _report(self, ctx: NativePrefill, hidden: Hidden, sequences: list[SequenceState]) -> None:

@@ -198,8 +198,10 @@ class SequenceState:
         """Append the next token, emit its text, and finish when an end is reached."""
         if self.first_token_pending:
             self.report.ttft_s = time.perf_counter() - self.submitted_at
+
         if self.request.return_logits:
             self.logits.append(logits.float().cpu())
+
         self.tokens.append(token)
         sampling = self.request.sampling
         is_eos = token in eos_token_ids and not sampling.ignore_eos

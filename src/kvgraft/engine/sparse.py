@@ -113,6 +113,7 @@ class SparseDecode:
                 sequence.offer.first_approximate = min(
                     sequence.offer.first_approximate, sequence.num_computed
                 )
+
         for flow in numbers.keys() - self._indexers.keys():
             used = {sequence.flow for sequence in sequences}
             self._indexers = {
@@ -120,6 +121,7 @@ class SparseDecode:
             }
             num_rows = self._cache.keys.shape[:2].numel() // self._cache.block_size
             self._indexers[flow] = Indexer(self.program(flow), num_rows, self._cache.keys)
+
         return [
             self._followers(flow, own, [sequences[number] for number in own])
             for flow, own in numbers.items()
@@ -147,6 +149,7 @@ class SparseDecode:
         if len(full):
             full, count = upload(device, full, known)
             full = (full[:, None] + heads).flatten()
+
         return FlowBatch(followers.indexer, numbers, rows, batch, full, Lengths(count, known))
 
     def batch_of_all(

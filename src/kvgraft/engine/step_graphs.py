@@ -147,6 +147,7 @@ class StepGraphs:
         attention = StepAttention(
             cache, self._flows, layout, batches, self._decoder.config.attention_scale
         )
+
         return last_hidden(self._decoder, attention, step, shape.length)
 
     def _step(self, shape: StepShape, make: Callable[[], "_FixedStep"]) -> "_FixedStep":
@@ -155,14 +156,17 @@ class StepGraphs:
             now is not then for now, then in zip(self._tensors(), self._captured_from, strict=True)
         ):
             self._steps, self._captured_from = {}, self._tensors()
+
         for known in [
             known for known in self._steps if known.indexer is not None and known.indexer() is None
         ]:
             del self._steps[known]
+
         step = self._steps.pop(shape) if shape in self._steps else make()
         self._steps[shape] = step
         if len(self._steps) > MOST_GRAPHS:
             del self._steps[next(iter(self._steps))]
+
         return step
 
     def _tensors(self) -> tuple[object, ...]:
@@ -197,6 +201,7 @@ class _FixedStep:
         """
         if self._is_refused:
             return "not_captured", None
+
         self._room.copy_(numbers.pin_memory(), non_blocking=True)
         if self._graph is not None:
             self._graph.replay()
@@ -204,6 +209,7 @@ class _FixedStep:
         if not self._is_warm:
             self._is_warm = True
             return "warmed_up", hidden(self._room)
+
         try:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -212,6 +218,7 @@ class _FixedStep:
             logger.warning("a decode step runs without a CUDA graph: %s", error)
             self._is_refused = True
             return "not_captured", None
+
         self._graph = graph
         graph.replay()
         return "captured", self._hidden

@@ -77,6 +77,7 @@ class StoreTier:
         blocks = [block for block in fetched if block and self._fits(block)]
         if not blocks:
             return False
+
         # Allocation must not reclaim pages that the prompt reuses.
         self.pool.acquire(held)
         pages = self.pool.allocate(len(blocks))
@@ -86,6 +87,7 @@ class StoreTier:
         for block, page in zip(blocks, pages, strict=True):
             if block.exact:
                 self.pool.publish(page, block.chain)
+
         register_restored(self.index, blocks, pages)
         self.pool.release(pages)
         sequence.report.counts["restored_blocks"] += len(blocks)
@@ -100,12 +102,15 @@ class StoreTier:
             chains = sequence.offer.chains(prompt[:-1], size)
             missing = (block for block in range(len(chains)) if block not in reuse.hits)
             exact = wanted_exact(self.store, chains, missing, scope, contiguous=False)
+
         if not sequence.policy.uses_grafts:
             return list(exact)
+
         free = np.ones(len(prompt), bool)
         in_blocks(free, size)[[*reuse.hits, *exact.values()]] = False
         for match in reuse.matches:
             free[match.start : match.start + match.length] = False
+
         scopes = (scope, *sequence.shared)
         query = self.index.query(prompt, scopes, free, similar=sequence.matches_similar)
         grafts = wanted_grafts(self.store, query)

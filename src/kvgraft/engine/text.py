@@ -103,6 +103,7 @@ class IncrementalText:
     def _give(self, fresh: str, final: bool) -> str:
         if self.stopped:
             return ""
+
         text = self._held + fresh
         stops = [
             (start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0
@@ -113,6 +114,7 @@ class IncrementalText:
             cut = min(stops)[1]
         else:
             cut = len(text) if final else len(text) - self._num_begun(text)
+
         self._held = text[cut:]
         self.text += text[:cut]
         return text[:cut]

@@ -124,12 +124,14 @@ def _layer_parts(config: ModelConfig, layer: int, stored: Set[str]) -> dict[str,
             hidden,
         )
         linears["down"] = (config.mlp_bias, {"mlp.down_proj": hidden}, inner)
+
     for field, (bias, rows, columns) in linears.items():
         parts[field] = {f"{prefix}{name}.weight": (size, columns) for name, size in rows.items()}
         if bias:
             parts[f"{field}_bias"] = {
                 f"{prefix}{name}.bias": (size,) for name, size in rows.items()
             }
+
     return parts
 
 
@@ -168,6 +170,7 @@ def _latent_parts(config: ModelConfig, latent: LatentAttention) -> tuple[_Linear
         linears["qkv"] = (False, {"self_attn.q_a_proj": latent.query_rank, **shared}, hidden)
         linears["query_up"] = (False, {"self_attn.q_b_proj": queries}, latent.query_rank)
         norms["q_norm"] = ("self_attn.q_a_layernorm", latent.query_rank)
+
     return linears, norms
 
 
@@ -184,6 +187,7 @@ def _expert_parts(
             "gate_up": {gate_up: (count, 2 * inner, hidden)},
             "down": {down: (count, hidden, inner)},
         }
+
     names = [f"{prefix}experts.{i}" for i in range(count)]
     parts["gate_up"] = {
         f"{name}.{half}_proj.weight": (inner, hidden) for name in names for half in ("gate", "up")

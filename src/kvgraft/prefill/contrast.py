@@ -19,7 +19,7 @@ WORDING_TOKENS = 4  # a run of this length that two texts share is shared wordin
 WORDING_SHARE = 0.3  # a segment with less shared wording is no candidate
 PHRASE_TOKENS = 5  # shared wording must be long: runs that recur by chance seldom reach this length
 SLOT_TOKENS = 16  # a longer run without shared wording is text of its own
-HEAD_TOKENS = 8  # of such a run, the first tokens are recomputed
+HEAD_TOKENS = 8  # the first tokens of such a run are recomputed
 VALUE_TOKENS = 4  # the longest value that is found although some segments share it
 CONTEXT_TOKENS = 3, 2  # tokens before and behind such a value that must be equal
 NEAR_TOKENS = 3  # recomputed on each side of a slot
@@ -102,6 +102,7 @@ def _differences(
         if phrases[prompt][mine].sum() >= max(alike_share * wording[prompt][mine].sum(), 1):
             similar[prompt] = mine
             alike[prompt] = mine & text.behind_another(prompt, candidates)
+
     runs = _numbered(segments, wording)
     short = (np.bincount(runs)[runs] <= SLOT_TOKENS) | (_places(runs) < HEAD_TOKENS)
     slots = ((~wording & short) | text.values(candidates | ~text.copied)) & alike
@@ -110,6 +111,7 @@ def _differences(
     for prompt in plan.prompts:
         if found[prompt].sum() > MOST_SHARE * similar[prompt].sum():
             found[prompt] = alike[prompt]
+
     return found, similar
 
 
@@ -176,6 +178,7 @@ class _Text:
         number = np.unique(segments).size
         if number < SUBJECT_SEGMENTS:
             return found
+
         size = tokens.max() + 1
         pairs, times = np.unique((segments - segments[0]) * size + tokens, return_counts=True)
         segment_of, token_of = np.divmod(pairs, size)
@@ -191,6 +194,7 @@ class _Text:
             >= SUBJECT_SEGMENTS
         ):
             found[mine] = True
+
         return found
 
     def values(self, among: np.ndarray) -> np.ndarray:
@@ -211,6 +215,7 @@ class _Text:
             contexts.append(
                 self._fingerprints(at, [*range(-before, 0), *range(length, length + behind)])
             )
+
         around = np.concatenate(contexts)
         recur = _recurring(around)
         first, stop = np.concatenate(places)[recur], np.concatenate(ends)[recur]

@@ -148,6 +148,7 @@ def calibrate(
         [(1, count, count_pairs(tokens - count, tokens)) for count, tokens in shapes], float
     )
     copied = _copy_seconds(context, layers, block_size, length) / (length - 1)
+
     return Costs(
         *(num_layers / len(layers) * float(found) for found in (*_fit(rows, seconds), copied))
     )

@@ -87,6 +87,7 @@ class PagedPrefill(PrefillContext):
                 f"layer {index} has no queries for these tokens: its last queries are of "
                 f"{computed_at}"
             )
+
         with self._timed("select"):
             asking = queries & self._has_grafts
             counts = [

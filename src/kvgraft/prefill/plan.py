@@ -86,6 +86,7 @@ class Plan:
         matches = sorted(matches, key=lambda match: match.start)
         for match in matches:
             kinds[match.start : match.start + match.length] = Kind.GRAFTED
+
         ends_in_graft = bool(kinds[-1] == Kind.GRAFTED)
         kinds[-1] = Kind.FRESH
         grafts = grafted_tokens(matches, block_size)

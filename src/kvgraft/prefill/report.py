@@ -72,7 +72,7 @@ MISSES = {  # reasons why nothing could be grafted
     ),
 }
 REASONS = FALLBACKS | REFUSALS | MISSES
-KINDS = ("prefix", "continued", "grafted", "fresh")  # of a prompt's tokens
+KINDS = ("prefix", "continued", "grafted", "fresh")  # kinds of a prompt's tokens
 
 
 def unknown_reason(num_tokens: int, block_size: int) -> str:
@@ -132,6 +132,7 @@ class PrefillReport:
         """Set outcome and reason from the token counts and the reason why nothing was grafted."""
         if reason == "no_known_text" and self.too_deep_tokens:
             reason = "too_deep"
+
         if self.grafted_tokens:
             outcome = Outcome.GRAFTED
         elif reason in FALLBACKS:
@@ -142,6 +143,7 @@ class PrefillReport:
             outcome = Outcome.CONTINUED
         else:
             outcome = Outcome.PREFIX_ONLY if self.prefix_tokens else Outcome.MISS
+
         self.outcome = outcome.value
         self.reason = None if outcome in (Outcome.GRAFTED, Outcome.CONTINUED) else reason
 

@@ -28,7 +28,7 @@ class SelectsByAttention(Policy):
 
     # whose queries count: every fresh token, or the fresh tokens behind the last graft
     rows: Rows = "all_fresh"
-    reduction: Reduction = "sum"  # of the attention weights over queries and heads
+    reduction: Reduction = "sum"  # reduction of attention weights over queries and heads
     # choose single tokens, or blocks by the mean score of their grafted tokens
     unit: Unit = "token"
 
@@ -57,7 +57,7 @@ class SelectsInRounds(SelectsByAttention):
     """
 
     rows: Rows = "question"
-    recompute_share: float = 0.05  # of the grafted tokens, recomputed
+    recompute_share: float = 0.05  # share of the grafted tokens that is recomputed
     # of the grafted tokens that an earlier prompt has left in place; at most recompute_share
     continued_share: float = 0.02
     hops: int = 2  # rounds in which chosen tokens choose further ones
@@ -98,6 +98,7 @@ class SelectsInRounds(SelectsByAttention):
                 break
             chosen = chosen | found
             computed = asking = found | (plan.reaching(scores, found) & plan.fresh & ~plan.question)
+
         return chosen
 
 

@@ -110,10 +110,12 @@ class ApproximatePrefixCache(Generic[K]):
             if known is None or known[0] != key:
                 self._blocks[before, chain] = key, depth, is_grafted, source
             before = key
+
         if len(self._blocks) > self._capacity:
             self._blocks = {
                 place: block for place, block in self._blocks.items() if self._is_cached(block[0])
             }
+
         return len(keys)
 
     def find(

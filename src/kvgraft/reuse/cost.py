@@ -57,7 +57,7 @@ class Work:
         )
 
     def doubt(self) -> None:
-        """Reduce the weight of what was learned."""
+        """Reduce the weight of earlier recoveries."""
         self._squares, self._products = DOUBT * self._squares, DOUBT * self._products
 
     @property
@@ -125,6 +125,7 @@ class CostModel:
         full = float(self.costs.computing(active, all_pairs))
         if not matches:
             return [], CostEstimate(full, full)
+
         work = self.work.get(policy, Work())
         of_grafted, of_new = work.shares
         new, new_pairs = (
@@ -145,6 +146,7 @@ class CostModel:
             return [], CostEstimate(
                 full, full, "too_short" if reuse.min() >= full else "too_little_known"
             )
+
         return list(matches[best:]), CostEstimate(full, float(reuse[best]))
 
     def learn(self, policy: str, num_recovered: float, num_grafted: int, num_new: int) -> None:

@@ -117,6 +117,7 @@ class ReuseIndex:
         first, stop, size = offer.num_registered, len(pages), self.pool.block_size
         if first >= stop:
             return
+
         new, depths = pages[first:], depths[first:stop]
         versions, usable = self.pool.versions_of(new.tolist()), depths <= self.max_depth
         self.pool.keep(new[usable].tolist())

@@ -129,4 +129,5 @@ class BlockProvenance:
                     ),
                     where,
                 )
+
         self.num_stored = max(stop, self.num_stored)

@@ -45,6 +45,7 @@ class Readings:
         if len(pages) and len(self._held) <= pages.max():
             more = np.full((2 * int(pages.max()) + 2 - len(self._held), 2), -1, np.int64)
             self._held = np.vstack([self._held, more])
+
         is_known = self._held[pages, 0] == versions
         self._held[pages[~is_known]] = np.stack(
             [versions[~is_known], np.full((~is_known).sum(), source)], 1
@@ -81,6 +82,7 @@ class Readings:
         sources, of = np.unique([match.source for match in matches], return_inverse=True)
         if len(sources) < 2:
             return list(matches)
+
         together = self._together(matches, sources, of)
         groups: list[tuple[int, np.ndarray]] = []  # a reading, and which matches have it
         labelled = []
@@ -90,6 +92,7 @@ class Readings:
                 groups.append(found := (match.source, np.zeros(len(matches), bool)))
             found[1][number] = True
             labelled.append(replace(match, reading=found[0]))
+
         return labelled
 
     def _together(

@@ -85,4 +85,5 @@ def register_restored(
         found = index.register(tokens, [pages[at] for at in order[run]], source, start, scope)
         for at, known in zip(order[run], found, strict=True):
             registered[at] = known
+
     return registered

@@ -15,7 +15,7 @@ from kvgraft.segments.run_selection import claim, longest_first
 from kvgraft.segments.table import EntryTable, IsLive, IsWhole, occurrence
 
 _INSERT_BATCH = 1 << 14  # blocks; bounds the temporary arrays of an insertion
-_LEVELS = 8  # of depth, that a match distinguishes
+_LEVELS = 8  # levels of depth that a match distinguishes
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ class VirtualBlockIndex:
         depths = np.broadcast_to(np.asarray(depth), pages.shape)
         if len(depths) and not 0 <= depths.min() <= depths.max() <= MAX_DEPTH:
             raise ValueError(f"depth is {depth}, must be in [0, {MAX_DEPTH}]")
+
         blocks = tokens.reshape(-1, self.block_size)
         starts = source_start + self.block_size * np.arange(len(blocks), dtype=np.int32)
         ids = np.empty(len(blocks), np.int32)
@@ -130,6 +131,7 @@ class VirtualBlockIndex:
             columns["depth"] = depths[batch].astype(np.int16)
             limit = sys.maxsize if unlimited else self.max_sources
             ids[batch] = self._insert(blocks[batch], columns, source, scope, limit, is_whole)
+
         self._entries.link(np.append(np.int32(after), ids))
         return ids
 
@@ -158,6 +160,7 @@ class VirtualBlockIndex:
         for depth in [*levels[: _LEVELS - 1], *levels[_LEVELS - 1 :][-1:]]:
             usable = depths <= depth
             runs += self._claim(prompt, starts[usable], ids[usable], ranks[usable], depth)
+
         self._extend(prompt, runs, step=-1)
         self._extend(prompt, runs, step=+1)
         runs.sort(key=lambda run: run.start)
@@ -259,6 +262,7 @@ class VirtualBlockIndex:
         counts = entries.depth[held] <= depths[rows]
         if is_whole is not None:
             counts[counts] = is_whole(entries.page[held[counts]])
+
         num_sources = np.bincount(rows[counts], minlength=len(blocks))
         new = np.flatnonzero(ids < 0)
         new = new[np.argsort(depths[new], kind="stable")]
@@ -287,6 +291,7 @@ class VirtualBlockIndex:
         keys = window_hashes(prompt.query.tokens, self.block_size, self.lookup_scope(scope))
         if not len(keys):
             return np.empty(0, np.int64), np.empty(0, np.int32)
+
         entries, windows = self._entries, sliding_window_view(prompt.query.tokens, self.block_size)
         num_free = np.concatenate(([0], free.cumsum()))
         offsets = np.flatnonzero(
@@ -297,10 +302,12 @@ class VirtualBlockIndex:
         if len(dropped):
             lost = self._covered(offsets[dropped], free) & ~self._covered(offsets[rows], free)
             self.num_lost += int(lost.sum()) // self.block_size
+
         starts = offsets[rows]
         usable = entries.is_of(ids, scope) & (windows[starts] == entries.tokens[ids]).all(axis=1)
         if prompt.query.is_whole is not None:
             usable[usable] = prompt.query.is_whole(entries.page[ids[usable]])
+
         return starts[usable], ids[usable]
 
     def _covered(self, starts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -336,6 +343,7 @@ class VirtualBlockIndex:
             source_start[order],
         )
         may_begin = (not prompt.query.require_clean_context) | (source_start == 0)
+
         return [
             _Run(int(starts[at]), size * (stop - at), int(source_start[at]), ids[at:stop], depth)
             for at, stop in longest_first(
@@ -358,6 +366,7 @@ class VirtualBlockIndex:
             == prompt.query.tokens[np.where(inside, positions, 0)]
         )
         reach = np.logical_and.accumulate(equal, axis=1).sum(axis=1)
+
         for row in np.flatnonzero(reach).tolist():
             run, count = runs[row], claim(prompt.unclaimed, int(places[row]), int(reach[row]), step)
             run.length += count
@@ -385,6 +394,7 @@ class VirtualBlockIndex:
         """Make matches of all runs at once, like `as_match`."""
         if not runs:
             return []
+
         entries, ids = self._entries, np.concatenate([run.ids for run in runs])
         stops = np.cumsum([len(run.ids) for run in runs])
         firsts = np.append(0, stops[:-1])

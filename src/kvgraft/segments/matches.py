@@ -105,6 +105,7 @@ class Match:
             parts.append(
                 Match(*moved, self.pages[begin:end], self.depth, self.source, self.reading)
             )
+
         return parts
 
 
@@ -126,6 +127,7 @@ def grafted_tokens(
     firsts = block_size * (num_pages.cumsum() - num_pages) + source_starts % block_size
     numbers, before = np.arange(lengths.sum()), lengths.cumsum() - lengths
     places, held = (numbers + (first - before).repeat(lengths) for first in (starts, firsts))
+
     return (
         places,
         slots[held],

@@ -79,6 +79,7 @@ class PinnedDocuments:
         """
         if not pages:
             raise ValueError(f"nothing to pin under {name!r}: the text fills no whole block")
+
         others = {
             page for key, e in self._entries.items() if key != (namespace, name) for page in e.pages
         }
@@ -88,6 +89,7 @@ class PinnedDocuments:
                 f"{name!r} needs {len(set(pages) - others)} pinned pages, but {len(others)} of at "
                 f"most {room} are taken"
             )
+
         owner = namespace if owner is None else owner
         mine = (
             e
@@ -101,9 +103,11 @@ class PinnedDocuments:
                 f"{len(charged)} of at most "
                 f"{int(quota * room)}, a share of {quota:.2g}"
             )
+
         self.pool.acquire(pages)
         if (namespace, name) in self._entries:
             self.delete(name, namespace)
+
         entry = PinnedDocument(name, namespace, tuple(pages), owner=owner)
         self._entries[namespace, name] = entry
         return entry
@@ -151,6 +155,7 @@ class PinnedDocuments:
         excess = max(self.pool.num_used + num_needed - int(self.watermark * self.pool.num_pages), 0)
         if not excess:
             return 0
+
         order = sorted(
             self._freeable(namespace, spare),
             key=lambda page: (int(self.pool.hit_counts[page]), page),
@@ -163,6 +168,7 @@ class PinnedDocuments:
                 entry, pages=pages, num_shed=entry.num_shed + len(gone)
             )
             self.pool.release(gone)
+
         self._entries = {key: entry for key, entry in self._entries.items() if entry.pages}
         return len(shed)
 

@@ -54,6 +54,7 @@ def parse_markers(text: str, *, start: str = START, end: str = END) -> list[Part
         raise ValueError(
             f"markers {start!r} and {end!r}: must not be empty, nor one the beginning of the other"
         )
+
     parts: list[Part] = []
     cursor, opened = 0, None
     for marker in re.finditer(f"{re.escape(start)}|{re.escape(end)}", text):
@@ -64,8 +65,10 @@ def parse_markers(text: str, *, start: str = START, end: str = END) -> list[Part
         piece = text[cursor : marker.start()]
         parts.append(piece if opened is None else Segment(piece))
         cursor, opened = marker.end(), marker.start() if opened is None else None
+
     if opened is not None:
         raise ValueError(f"marker {start!r} at character {opened}: has no {end!r}")
+
     return [part for part in [*parts, text[cursor:]] if part not in ("", Segment(""))]
 
 
@@ -103,6 +106,7 @@ def render_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping
     """
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: give the prompt as text")
+
     for number, message in enumerate(messages):
         if message.keys() != {"role", "content"} or not isinstance(message["content"], str):
             raise ValueError(
@@ -112,6 +116,7 @@ def render_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping
             raise ValueError(
                 f"message {number}, role {message['role']!r}: allowed are {', '.join(ROLES)}"
             )
+
     try:
         return tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=True
@@ -148,6 +153,7 @@ def tokenise(
     # Token ids need no loop, which would take milliseconds for thousands of them.
     if set(map(type, parts)) == {int}:
         return TokenisedPrompt(np.array([*prefix_ids, *parts], dtype=np.int64), ())
+
     token_ids, segments, after_segment = list(prefix_ids), [], False
     for part in [parts] if isinstance(parts, str) else parts:
         is_segment = isinstance(part, Segment)
@@ -160,6 +166,8 @@ def tokenise(
             segments.append((len(token_ids), len(token_ids) + len(new)))
         token_ids += new
         after_segment = is_segment
+
     if len(token_ids) == len(prefix_ids):
         raise ValueError("the prompt has no tokens")
+
     return TokenisedPrompt(np.array(token_ids, dtype=np.int64), tuple(segments))

@@ -128,6 +128,7 @@ class Segmenter:
             before = np.concatenate(([0], np.cumsum(wanted)))
             useful = before[stops] - before[starts] >= options.min_run_tokens
             starts, stops = starts[useful], stops[useful]
+
         # The last tokens of a segment begin no shingle of it.
         lost = options.shingle_tokens - 1
         signatures = self._permutations.signatures(shingles, starts, stops - lost)
@@ -140,6 +141,7 @@ class Segmenter:
             contexts[has] = compact(
                 self._permutations.signatures(shingles, first, starts[has] - lost)
             )
+
         return Segments(starts, stops, signatures, contexts)
 
     def _anchored(self, tokens: np.ndarray) -> np.ndarray:

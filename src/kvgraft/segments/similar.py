@@ -111,6 +111,7 @@ class SimilarIndex:
         keys = band_keys(segments.signatures[rows], *self._bands, root)
         new = self._is_new(keys, columns)
         self._table.add(keys[new], **{name: column[new] for name, column in columns.items()})
+
         return int(new.sum())
 
     def match(self, query: MatchQuery) -> list[Match]:
@@ -186,6 +187,7 @@ class SimilarIndex:
         )
         if options.context_tau:
             passed &= similarity(table.context[ids], segments.contexts[rows]) >= options.context_tau
+
         rows, ids, likeness = rows[passed], ids[passed], likeness[passed]
         order = np.lexsort((ids, -likeness, rows))
         rows, ids = rows[order], ids[order]
@@ -222,6 +224,7 @@ class SimilarIndex:
                 regions.append(joined)
             joined.stop = max(joined.stop, stop)
             last[source, shift // coarse] = joined
+
         return sorted(regions, key=lambda region: (region.start - region.stop, region.start))
 
     def _graft(
@@ -239,11 +242,13 @@ class SimilarIndex:
         first, stop = max(region.start - around, 0), min(region.stop + around, len(tokens))
         if unclaimed[first:stop].sum() < options.min_run_tokens:
             return []
+
         margin = options.window_tokens + options.tolerance_tokens
         after = -(-(region.stop - region.start + margin + size) // size)
         ids = self.blocks.around(region.entry, -(-margin // size), after, region.scope, max_depth)
         if not len(ids):
             return []
+
         origin = int(entries.source_start[ids[0]])
         blocks = LCSseq.editops(
             tokens[first:stop].tolist(), entries.tokens[ids].ravel().tolist()
@@ -251,7 +256,7 @@ class SimilarIndex:
         matches = []
         for here, there, length in ((first + block.a, block.b, block.size) for block in blocks):
             for start, end in _stretches(unclaimed[here : here + length]):
-                source_start = there + start  # from origin on
+                source_start = there + start  # relative to origin
                 if end - start < options.min_run_tokens or (from_start and origin + source_start):
                     continue
                 covering = ids[source_start // size : -(-(there + end) // size)]
@@ -259,6 +264,7 @@ class SimilarIndex:
                     self.blocks.as_match(here + start, end - start, origin + source_start, covering)
                 )
                 unclaimed[here + start : here + end] = False
+
         return matches
 
 

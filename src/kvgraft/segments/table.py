@@ -59,6 +59,7 @@ class HashTable:
             self._slots = np.full(1 << (2 * len(ids) - 1).bit_length(), _EMPTY, np.int32)
             self._filter = np.zeros(_FILTER * len(self._slots), bool)
             self._num_used = len(ids)
+
         self._filter[_low_bits(self._keys[ids], self._filter)] = True
         slots, step = _low_bits(self._keys[ids], self._slots), 0
         while len(ids):
@@ -82,6 +83,7 @@ class HashTable:
             probing = ids != _EMPTY
             step += 1
             rows, slots = rows[probing], self._advance(slots[probing], step)
+
         return np.concatenate([rows for rows, _ in found]), np.concatenate(
             [ids for _, ids in found]
         )

@@ -57,6 +57,7 @@ class DocumentLayout:
                 stops.append(min(at.start + (block + 1) * size, at.stop))
                 owner.append(number)
                 is_middle.append(block in middle)
+
         self.starts, self.stops, self.owner = (
             torch.tensor(x, dtype=torch.int64) for x in (starts, stops, owner)
         )

@@ -28,12 +28,12 @@ class KeepsDocuments(Policy):
 
     uses_grafts: ClassVar[bool] = False  # documents are no grafts: they lie outside the page pool
 
-    block_tokens: int = 64  # of a block
-    initial_blocks: int = 1  # at the beginning of each document that are always kept
-    local_blocks: int = 2  # at the end of each document that are always kept
+    block_tokens: int = 64  # tokens of a block
+    initial_blocks: int = 1  # blocks at the beginning of each document that are always kept
+    local_blocks: int = 2  # blocks at the end of each document that are always kept
     # greatest share of the documents' tokens that is kept, unless what is always kept is more
     kept_share: float = 0.15
-    # of what is kept: initial, local and outlier tokens, or everything
+    # kept tokens to recompute: none, the initial, local and outlier ones, or all
     recomputed: Recomputed = "anchors"
     # recomputed KV replaces the old KV, or is blended with it (Eq. 4)
     update: Update = "overwrite"
@@ -116,6 +116,7 @@ class KeepsDocuments(Policy):
         needed = anew.flip(0).cumsum(0).flip(0) > 0  # [L, T]: enters the layer
         if not needed.any():
             return
+
         hidden = ctx.embed(needed[0])
         for index in range(ctx.num_layers):
             outputs = needed[index + 1] if index + 1 < ctx.num_layers else torch.zeros_like(fresh)

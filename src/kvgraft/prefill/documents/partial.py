@@ -121,6 +121,7 @@ class PartialPrefill(DocumentContext):
         shifts = torch.zeros(plan.num_tokens, dtype=torch.int64)
         for at in layout.placed:
             shifts[at.start : at.stop] = at.start
+
         self._turns = host.rope.table(shifts.to(host.device))
         self.kept = torch.zeros(self.num_layers, plan.num_tokens, dtype=torch.bool)
         self._stage = "select"
@@ -195,6 +196,7 @@ class PartialPrefill(DocumentContext):
         where, query, _ = self._last_layer
         if bool((queries & ~where).any()):
             raise ValueError("the last layer has no queries for these tokens")
+
         with self._timed("select"):
             asking, positions = (
                 query[queries[where].to(query.device)],
@@ -273,10 +275,12 @@ class PartialPrefill(DocumentContext):
             ).transpose(0, 1)
             keys.index_copy_(1, place, aligned)
             values.index_copy_(1, place, self._cached("values", index, missing))
+
         if held.any():
             found = host.read(index, _rank(self.kept[index])[held].to(device))
             for pool, part in zip((keys, values), found, strict=True):
                 pool[:, rank[held].to(device)] = part.transpose(0, 1)
+
         return keys, values
 
     def _cached(self, what: Literal["keys", "values"], index: int, where: Tensor) -> Tensor:
@@ -311,11 +315,14 @@ class PartialPrefill(DocumentContext):
                 torch.where(known, a, b)
                 for a, b in zip(blend(new, old, self.over_heads), new, strict=True)
             ]
+
         for pool, part in zip((scratch.keys, scratch.values), new, strict=True):
             pool[:, place] = part.transpose(0, 1)
+
         stays = self.kept[index][tokens]
         if index == self.num_layers - 1:
             self.recomputed += int((stays & self.plan.grafted[tokens]).sum())
+
         places = _rank(self.kept[index])[tokens[stays]].to(device)
         self._host.write(index, places, *(part[stays.to(device)] for part in new))
 
@@ -350,6 +357,7 @@ class PartialPrefill(DocumentContext):
                 here = torch.arange(at.start, at.stop, device=query.device)
                 scored.masked_fill_(here > positions.repeat(groups)[:, None], UNSEEN)
             logits.append(scored)
+
         return torch.cat(logits, dim=2).softmax(2)
 
     @cached_property

@@ -49,6 +49,7 @@ def read_document(host: LayerHost, tokens: np.ndarray, blocks: BlockCut) -> Docu
             ("outliers", outliers),
         ):
             by_name[name].append(value.to(MEMORY))
+
     return Document(
         block_size=size, **{name: torch.stack(values) for name, values in by_name.items()}
     )

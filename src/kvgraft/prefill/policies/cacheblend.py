@@ -26,7 +26,7 @@ class CacheBlend(Policy):
     name: ClassVar[str] = "cacheblend"
 
     check_layer: int = 1  # where cached and computed KV are compared
-    recompute_share: float = 0.15  # of the grafted tokens, recomputed from there on
+    recompute_share: float = 0.15  # share of the grafted tokens that is recomputed from there on
 
     def __post_init__(self) -> None:
         require_at_least("check_layer", self.check_layer, 0)

@@ -32,8 +32,8 @@ class Condense(KeepsDocuments):
     recomputed: Recomputed = "kept"
     halo_blocks: int = 1
     rounds: int = 4  # rounds, which share the room evenly
-    hop_tokens: int = 8  # of documents, which join the question after each round
-    skipped_share: float = 0.25  # of the layers, from below, whose attention does not count
+    hop_tokens: int = 8  # document tokens that join the question after each round
+    skipped_share: float = 0.25  # share of the lowest layers, whose attention does not count
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,4 +68,5 @@ class Condense(KeepsDocuments):
             asking = asking | ctx.plan.top(
                 wanted, self.hop_tokens, among=ctx.plan.grafted & ~asking
             )
+
         return kept.repeat(ctx.num_layers, 1)

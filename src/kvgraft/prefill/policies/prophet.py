@@ -26,7 +26,7 @@ class Prophet(SelectsByAttention):
     name: ClassVar[str] = "prophet"
 
     rows: Rows = "question"
-    recompute_share: float = 0.20  # of the grafted tokens, recomputed
+    recompute_share: float = 0.20  # share of the grafted tokens that is recomputed
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -47,7 +47,7 @@ class RedKnot(SelectsByAttention):
 
     rows: Rows = "question"
     dense_layers: int | None = None  # shallow layers; None: `dense_share` of all
-    dense_share: float = 0.3  # of all layers, rounded up
+    dense_share: float = 0.3  # share of all layers, rounded up
     # share of the attention on grafted tokens; the tokens that hold it get the FFN in the first
     # deep layer
     mass_share: float = 0.5
@@ -99,12 +99,15 @@ class RedKnot(SelectsByAttention):
         reused = head_map.heads(index, HeadClass.LOCAL, HeadClass.RETRIEVAL)
         if self.reuse == "off" or not reuses:
             reused = (False,) * len(reused)
+
         kept = ctx.plan.grafted
         if self.repair == "on":
             kept = kept & ~self._near(ctx, head_map)
+
         ctx.project_heads(index, hidden, reused, kept)
         if self.windows == "off":
             return (False,) * len(local)
+
         promotes = self.edge_mass_share < 1.0 and not ctx.head_paging
         beyond = self._edge_mass(ctx, index, head_map) if promotes else [0.0] * len(local)
         promoted = [
@@ -113,8 +116,10 @@ class RedKnot(SelectsByAttention):
         ]
         for counts in ctx.counts:  # prompts of one batch promote together
             counts["promoted_heads"] += sum(promoted)
+
         if any(was and now for was, now in zip(reused, promoted, strict=True)):
             ctx.project_heads(index, hidden, _without(reused, promoted), kept)
+
         return _without(local, promoted)
 
     def _edge_mass(self, ctx: PrefillContext, index: int, head_map: HeadMap) -> list[float]:

@@ -67,6 +67,7 @@ class SamKV(KeepsDocuments):
         kept = layout.anchors.repeat(ctx.num_layers, 1)
         if self.selection == "off" or not layout.is_middle.any():
             return kept
+
         scores = self._scores(ctx, generic)
         num_tokens = self.num_kept(lengths) - int(layout.anchors.sum())
         retrieved = layout.is_middle.repeat(ctx.num_layers, 1)
@@ -75,10 +76,12 @@ class SamKV(KeepsDocuments):
             most = [int((layout.stops - layout.starts)[found].sum()) for found in retrieved]
             filtered = sum(lengths) // len(lengths) if len(lengths) > 1 else sum(lengths)
             num_tokens = min(num_tokens, filtered, *most)
+
         normed = _normed(ctx, scores)
         for index in range(ctx.num_layers):
             ranking = normed[index].argsort(descending=True, stable=True)
             kept[index] |= layout.fill(ranking[retrieved[index][ranking]], num_tokens)
+
         return kept
 
     def _scores(self, ctx: DocumentContext, generic: Tensor) -> Tensor:
@@ -91,6 +94,7 @@ class SamKV(KeepsDocuments):
                 for index in layers
             ]
             queries = personalise(generic, torch.stack(local).float(), ctx.over_heads)
+
         matched = [
             torch.cat(
                 [match(queries[index, number], ctx.block_keys(index, number)) for number in numbers]

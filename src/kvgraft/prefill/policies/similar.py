@@ -39,9 +39,9 @@ class Similar(Policy):
     match: ClassVar[str] = "similar"
 
     reused_layers: int | None = None  # the first layers (L_reuse); None: `reused_share` of all
-    reused_share: float = 0.375  # of all layers, rounded up; 12 of 32 in the paper
+    reused_share: float = 0.375  # share of all layers, rounded up; 12 of 32 in the paper
     halo_tokens: int = 8  # computed at each edge of a segment (h)
-    probe_tokens: int = 1  # at each edge of a segment, whose logits are compared; 0: no probe
+    probe_tokens: int = 1  # tokens at each segment edge whose logits are compared; 0: no probe
     max_kl: float = 0.1  # nats, on average over these tokens; a segment with more is rejected
     # compare logits after all layers, or logits of the states that leave the reused layers
     probe_at: ProbeAt = "output"
@@ -81,7 +81,8 @@ class Similar(Policy):
         hidden = ctx.run(top, entering)
         if self.probe_at == "output" and probed.any():
             grafted = ctx.run(top, stored.only(probed))
-            ctx.run(top, entering.only(probed))  # their KV is again what was computed
+            # The probe overwrote the KV of these tokens, so compute it again.
+            ctx.run(top, entering.only(probed))
             rejected = self._rejected(ctx, grafted, hidden.only(probed), reused)
             if rejected.any():
                 hidden = ctx.run(top, enter(reused & ~rejected))
@@ -119,7 +120,9 @@ class Similar(Policy):
             mine = segments[prompt][reused[prompt]].unique()
             counts["probed_segments"] += mine.numel()
             counts["rejected_segments"] += int(bad[mine].sum())
+
         rejected = bad[segments]
         if rejected.any():
             ctx.reject(rejected)
+
         return rejected

@@ -29,8 +29,8 @@ class SparseX(SelectsByAttention):
 
     # dense layers (l*), 0 allowed; None: `boundary_share` of all
     boundary_layers: int | None = None
-    boundary_share: float = 0.18  # of all layers, rounded up
-    recompute_share: float = 0.10  # of the grafted tokens, recomputed above the boundary (top-k)
+    boundary_share: float = 0.18  # share of all layers, rounded up
+    recompute_share: float = 0.10  # share of the grafted tokens, above the boundary (top-k)
     overflow_blocks: int = 1  # blocks recomputed on each side of every fresh interval
     tail_tokens: int = 64  # tokens recomputed at the end of a prompt that ends in known text
     # tokens that dense layers run; with "fresh", grafted tokens enter the boundary as stored
@@ -70,6 +70,7 @@ class SparseX(SelectsByAttention):
                 range(scoring, ctx.num_layers),
             )
             ctx.project(scoring, hidden if boundary else hidden.only(plan.fresh))
+
         scores = self.score(ctx, scoring, self.query_tokens(plan))
         chosen = plan.top_share(scores, self.recompute_share, among=plan.grafted)
         recompute = (

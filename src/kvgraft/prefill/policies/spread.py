@@ -48,14 +48,14 @@ class Spread(SelectsInRounds):
     name: ClassVar[str] = "spread"
 
     start_tokens: int = 8  # recomputed at the beginning of each segment
-    start_share: float = 0.025  # of a segment, that these are at most
+    start_share: float = 0.025  # greatest share of a segment that these are
     # share of shared wording in phrases above which differing tokens are recomputed
     alike_share: float = 0.65
-    score_layer: int = 1  # whose attention chooses, among the layers that see the whole prompt
+    score_layer: int = 1  # layer that chooses, among the layers that see the whole prompt
     recompute_share: float = 0.025
     first_share: float = 0.6
     spread_share: float = 0.5  # share of a change that is applied to other tokens
-    spread_tokens: int = 64  # over which changes are averaged
+    spread_tokens: int = 64  # distance in tokens over which changes are averaged
 
     def __post_init__(self) -> None:
         super().__post_init__()

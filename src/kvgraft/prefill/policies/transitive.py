@@ -29,7 +29,7 @@ class Transitive(SelectsInRounds):
     name: ClassVar[str] = "transitive"
 
     probe_layers: int | None = None  # computed before keys are scored; None: `probe_share` of all
-    probe_share: float = 0.1  # of all layers, rounded up
+    probe_share: float = 0.1  # share of all layers, rounded up
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -111,6 +111,7 @@ class Budget:
             else:
                 # All remaining chunks of this scope are pinned.
                 del held[loser]
+
         return victims
 
     def _evictable(self, scope: bytes) -> Iterator[bytes]:

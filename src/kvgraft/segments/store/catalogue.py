@@ -167,6 +167,7 @@ class Catalogue:
                     raise
         finally:
             temporary.unlink(missing_ok=True)
+
         return replace(row, id=cursor.lastrowid or 0)
 
     def remove(self, chunks: Iterable[tuple[bytes, bytes | None]]) -> int:
@@ -227,8 +228,10 @@ class Catalogue:
                 execute(_TABLE)
                 execute(_INDEX)
                 execute(f"PRAGMA user_version = {_SCHEMA}")
+
         if (schema := execute("PRAGMA user_version").fetchone()[0]) != _SCHEMA:
             raise CatalogueDamaged(f"schema {schema}, expected {_SCHEMA}")
+
         execute(f"{_SELECT} LIMIT 1").fetchall()
         if check and (found := execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise CatalogueDamaged(str(found))
@@ -249,6 +252,7 @@ class Catalogue:
                 rows.append(row)
             except (ValueError, TypeError):
                 damaged.append((id, key))
+
         return rows, damaged
 
     @contextmanager

@@ -74,6 +74,7 @@ class Chunk:
             )
         if not -(2**63) <= self.source < 2**63:
             raise ValueError(f"source is {self.source}, must be a signed 64-bit integer")
+
         size = len(tokens) // count
         if (
             self.source_start < 0
@@ -84,6 +85,7 @@ class Chunk:
                 f"source_start is {self.source_start}, must be a multiple of {size}, the end below "
                 "2^31"
             )
+
         # Another thread writes the tokens later, so copy them.
         object.__setattr__(self, "tokens", tokens.copy())
 
@@ -248,10 +250,12 @@ class ChunkRecord:
             wire = msgspec.json.decode(data, type=_Wire)
         except msgspec.DecodeError as error:
             raise ValueError(f"no record: {error}") from error
+
         if len(wire.chains) % KEY_BYTES or len(wire.tokens) % 4:
             raise ValueError(
                 f"no record: {len(wire.chains)} bytes of chains, {len(wire.tokens)} of tokens"
             )
+
         chains = tuple(
             wire.chains[at : at + KEY_BYTES] for at in range(0, len(wire.chains), KEY_BYTES)
         )
@@ -261,6 +265,7 @@ class ChunkRecord:
             raise ValueError(
                 f"no record: blocks of {chunk.block_size} tokens, it says {wire.block_size}"
             )
+
         return cls(chunk, dict(sorted(wire.tensors.items())), wire.int8)
 
 

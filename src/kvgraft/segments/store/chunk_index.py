@@ -36,6 +36,7 @@ class ChunkIndex:
     ) -> None:
         if chunk_blocks < 1:
             raise ValueError(f"chunk_blocks is {chunk_blocks}, must be at least 1")
+
         self.block_size = block_size
         self.chunk_blocks = chunk_blocks
         self._index = SegmentIndex(block_size, self._is_live, similarity, anchors)
@@ -85,6 +86,7 @@ class ChunkIndex:
         if after in self._first:
             following = self._first[after]
             self._name(following, self._records[following].chunk, 1, after=int(entries[-1]))
+
         self._records[number], self._numbers[chunk.key] = record, number
         self._first[before], self._last[after] = number, (number, int(entries[-1]))
         if not record.int8:
@@ -95,6 +97,7 @@ class ChunkIndex:
         """Forget a chunk. Unknown keys are ignored."""
         if (number := self._numbers.pop(key, None)) is None:
             return
+
         record = self._records.pop(number)
         chunk = record.chunk
         self._versions[number] += 1
@@ -102,8 +105,10 @@ class ChunkIndex:
         before, after = _edges(chunk)
         if self._first.get(before) == number:
             del self._first[before]
+
         if after in self._last and self._last[after][0] == number:
             del self._last[after]
+
         if not record.int8:
             for chain, block in zip(
                 chunk.chains, self._blocks(number, chunk).tolist(), strict=True

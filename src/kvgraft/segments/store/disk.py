@@ -62,6 +62,7 @@ class DiskTier:
         self._news: dict[bytes, ChunkRecord | Gone] = {}  # changes for the next `poll`
         self._polls = True
         self._files = PayloadFiles(private_directory(directory))
+
         with contextlib.ExitStack() as opened:
             directory_lock = opened.enter_context(
                 contextlib.closing(DirectoryLock(self._files.directory))

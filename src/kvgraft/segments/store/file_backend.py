@@ -23,7 +23,7 @@ class _Listed(NamedTuple):
 
     path: str
     came: int  # nanoseconds
-    name: str  # of its chunk
+    name: str  # name of its chunk
 
 
 class FileBackend:
@@ -91,12 +91,14 @@ class FileBackend:
         found = self._files.cat([listed.path for listed in new], on_error="omit") if new else {}
         for listed in new:
             self._read.setdefault(_minute_of(listed.path), set()).add(listed.path)
+
         is_all = len(new) < most
         # A record dated in the future must not hide later ones.
         came = [min(listed.came, now * MINUTE) for listed in new]
         mark = str(max([int(mark or 0), *came, *([now * MINUTE] if is_all else [])]))
         for minute in [minute for minute in self._read if int(minute) < int(mark) // MINUTE - 1]:
             del self._read[minute]
+
         return [found[listed.path] for listed in new if listed.path in found], mark
 
     def close(self) -> None:
@@ -150,13 +152,16 @@ class FileBackend:
         )
         for path, size in [*((path, sizes[path]) for path in chunks), (coming, num_bytes)]:
             budget.add(path.encode(), path.rpartition("/")[0].encode(), size)
+
         for path in chunks:
             if path.encode() not in budget:
                 self._remove(path)
+
         young = time.time_ns() - MINUTE
         for listed in records:
             if listed.came < young and f"{self._root}/chunks/{listed.name}".encode() not in budget:
                 self._remove(listed.path)
+
         for path in sizes:
             began = path.removesuffix(_TEMPORARY).rpartition(".")[2]
             if (
@@ -165,6 +170,7 @@ class FileBackend:
                 and int(began) < time.time_ns() - STALE_S * 10**9
             ):
                 self._remove(path)
+
         self._written = 0
 
     def _find(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -108,6 +108,7 @@ class StoreOptions:
         sharing = self.sharing
         if directory is not None and self.rank is not None:
             directory = directory / f"rank-{self.rank}"
+
         with ExitStack() as opened:
             shared = None if sharing is None else opened.enter_context(closing(sharing.open()))
             store = SegmentStore(
@@ -140,6 +141,7 @@ class StoreOptions:
             return
         if not isinstance(self.shared_url, str):
             raise ValueError(f"shared_url must be a URL, got {self.shared_url!r}")
+
         check_url(self.shared_url)
         if self.shared_gib is not None:
             require_amount("shared_gib", self.shared_gib)
@@ -148,6 +150,7 @@ class StoreOptions:
                     f"shared_gib {self.shared_gib}: above 0, and of a directory only: a server's "
                     "maxmemory bounds it"
                 )
+
         if given_secret() is None and self.directory is None:
             raise ValueError(
                 "a shared tier needs a secret, by which servers know their own data and each "

@@ -41,15 +41,18 @@ def given_secret() -> bytes | None:
     given = os.environ.get(CACHE_SECRET)
     if given is None:
         return None
+
     try:
         secret = bytes.fromhex(given)
     except ValueError:
         secret = b""
+
     if len(secret) != SECRET_BYTES or len(given) != 2 * SECRET_BYTES:
         raise ValueError(
             f"{CACHE_SECRET} must be {2 * SECRET_BYTES} hexadecimal digits, such as openssl rand "
             "-hex 32"
         )
+
     return secret
 
 

@@ -139,6 +139,7 @@ class SharedTier:
                 for record in records
                 if record not in arrived and record.key in self._records
             ]
+
         if not wanted:
             return arrived
         if self._breaker.is_open:
@@ -148,6 +149,7 @@ class SharedTier:
         if time.monotonic() >= deadline:
             self._count("shared_late", len(wanted))
             return arrived
+
         asked = {record: self._readers.submit(partial(self._read, record)) for record in wanted}
         wait(asked.values(), max(deadline - time.monotonic(), 0.0))
         answers = {record: _answer_of(future) for record, future in asked.items()}
@@ -156,6 +158,7 @@ class SharedTier:
                 arrived[record] = answer
             else:
                 self._missed(record, answer)
+
         silent = [
             str(answer) for answer in answers.values() if answer in ("shared_late", "shared_failed")
         ]
@@ -163,6 +166,7 @@ class SharedTier:
             self._breaker.failed(READING, silent[0])
         else:
             self._breaker.worked(READING)
+
         return arrived
 
     def remove(self, key: bytes) -> None:
@@ -238,7 +242,8 @@ class SharedTier:
             )
         except BadPayload as bad:
             return f"shared_{bad.reason}"
-        except Exception as error:  # whatever the client raises
+        # Clients of places raise errors of any type.
+        except Exception as error:
             logger.debug("segment store, shared tier: %r", error)
             return "shared_failed"
 
@@ -247,11 +252,13 @@ class SharedTier:
         with self._lock:
             if not self._waits(record):
                 return
+
         is_kept = False
         if self._breaker.is_open or self._ended.is_set():
             self._count("shared_paused")
         else:
             is_kept = self._attempt(WRITING, lambda: self._put(record, stored))
+
         with self._lock:
             # If it no longer waits, it was removed meanwhile.
             if self._waits(record):
@@ -315,7 +322,8 @@ class SharedTier:
         """Call the place. A failure is counted."""
         try:
             found = act()
-        except Exception as error:  # whatever the client raises
+        # Clients of places raise errors of any type.
+        except Exception as error:
             self._count("shared_failed")
             self._breaker.failed(doing, f"{type(error).__name__}: {error}")
             return False

@@ -79,6 +79,7 @@ class SegmentStore:
     ) -> None:
         if (directory is None) != (disk_bytes == 0):
             raise ValueError(f"directory {directory}, disk_bytes {disk_bytes}: both or neither")
+
         self.block_size = block_size
         self.chunk_blocks = chunk_blocks
         self.int8 = int8
@@ -145,6 +146,7 @@ class SegmentStore:
             raise ValueError(
                 f"a chunk of {given}: allowed are {self.chunk_blocks} of {self.block_size} tokens"
             )
+
         record = ChunkRecord.of(chunk, payload, int8=self.int8)
         with self._lock:
             self._look_around()
@@ -155,12 +157,14 @@ class SegmentStore:
                 self._tiers.touch(known.key)
                 self._tiers.write_missing(known)
                 return False
+
         try:
             stored = record.pack(payload)
         except ValueError:
             with self._lock:
                 self._counts["non_finite"] += 1
             return False
+
         with self._lock:
             if is_better:
                 # The known chunk is an int8 copy, so replace it.
@@ -333,6 +337,7 @@ class SegmentStore:
         whether there were any."""
         if self._closed:
             raise ValueError("the segment store is closed")
+
         changed = self._tiers.poll(others=others)
         for key, news in changed.items():
             if news is Gone.EVICTED:
@@ -345,6 +350,7 @@ class SegmentStore:
                 self._appeared[key] = found
             elif isinstance(found, ChunkRecord):
                 self._counts["unusable"] += 1
+
         return bool(changed)
 
     def _check_known(self, key: bytes) -> None:
