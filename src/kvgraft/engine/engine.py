@@ -1,4 +1,4 @@
-"""The native engine: load a model, reuse what it has read, generate."""
+"""The native engine: load a model, reuse text that it has read, generate."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -129,8 +129,7 @@ class Memory:
             lists.settle(self.pool, self._num_local(lists.pages.shape[1]))
 
     def shorten(self, sequence: SequenceState, num_kept: int) -> None:
-        """Release the unneeded pages of a prompt of which only `num_kept` tokens remain in its
-        pages."""
+        """Release unneeded pages after a prompt was reduced to `num_kept` tokens in its pages."""
         sequence.num_dropped = sequence.num_prompt - num_kept
         sequence.num_computed = num_kept
         self.pool.release(sequence.pages.shorten(-(-sequence.num_reserved // self.pool.block_size)))

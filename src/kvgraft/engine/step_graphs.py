@@ -134,7 +134,8 @@ class StepGraphs:
         return step.run(numbers, lambda given: self._hidden(given, shape, indexer), self._pool)
 
     def _hidden(self, numbers: Tensor, shape: StepShape, indexer: Indexer | None) -> Tensor:
-        """Hidden states of a step of which the host knows only the shape."""
+        """Compute the hidden states of a step. The host knows only its shape; the numbers are on
+        the device."""
         rows, cache = shape.rows, self._cache
         own, full, num_full = numbers.split([len(numbers) - rows - 1, rows, 1])
         step = StepInputs.of(cache, own, rows)

@@ -188,7 +188,7 @@ def _pass_seconds(
     length: int,
     repeats: int,
 ) -> float:
-    """Seconds of these layers for the last `rows` tokens of a prompt, the others of which are
+    """Seconds of these layers for the last `rows` tokens of a prompt whose other tokens are
     cached."""
     plan = Plan.for_prompt(length, size, range((length - rows) // size))
 

@@ -1,7 +1,7 @@
 """Reuse decisions at admission, independent of the host's page pool.
 
-They cover what is cached of a prompt, what the store should restore, the room for it, and what the
-request leaves for others.
+They cover cached text of a prompt, blocks that the store should restore, the room for them, and
+blocks that the request leaves for others.
 """
 
 # default share of what computing exact KV costs, that a graft in front of it must save

@@ -65,7 +65,7 @@ class Library:
         shared: Sequence[bytes] = (),
         remember: bool = True,
     ) -> tuple[PartialPrefill, Hidden, int]:
-        """Prefill a prompt int64 [T] of which the policy keeps a part.
+        """Prefill a prompt int64 [T] whose documents the policy keeps in part.
 
         Args:
             kept: bool [L, T], the policy's earlier choice for this prompt, or None.

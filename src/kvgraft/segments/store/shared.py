@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PERIOD_S = 1.0  # seconds between two reads of the log
-START_S = 5.0  # greatest wait for the first read of the log
-FLUSH_S = 10.0  # greatest wait for pending writes
+START_S = 5.0  # greatest wait in seconds for the first read of the log
+FLUSH_S = 10.0  # greatest wait in seconds for pending writes
 MAX_RECORDS = 1 << 17  # known records; beyond them the oldest are forgotten
 PAGE = 512  # records per read of the log
 NEWS = 256  # changes per poll, since the caller has other work
