@@ -4,5 +4,5 @@ They cover cached text of a prompt, blocks that the store should restore, the ro
 blocks that the request leaves for others.
 """
 
-# default share of what computing exact KV costs, that a graft in front of it must save
+# Share of the cost of computing exact KV that a graft in front of it must save, by default.
 EXACTNESS_WEIGHT = 0.1
