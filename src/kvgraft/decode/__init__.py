@@ -1,4 +1,4 @@
-"""How a decode step attends: everything that a flow is written with (docs/flows.md)."""
+"""Sparse attention of decode steps: the names that authors of flows import (docs/flows.md)."""
 
 from kvgraft.decode.flow import Caches, Flow, Selection
 from kvgraft.decode.graph import FlowError, Value

@@ -1,5 +1,4 @@
-"""The sequences of a step, where their blocks lie, and the block tables that paged attention
-takes."""
+"""Sequences of a decode step, the places of their blocks, and block tables for paged attention."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ class Part:
     """Consecutive sequences of similar length.
 
     Attributes:
-        rows: which of the batch.
-        num_blocks: that are full, of the longest.
-        spacing: the first row and the distance from one sequence's to the next's, if the rows of
-            each follow one another and all sequences are equally far apart: then they can be read
-            where they are.
+        rows: the sequences of the batch.
+        num_blocks: full blocks of the longest sequence.
+        spacing: first row, and distance from one sequence's rows to the next's. None unless the
+            rows of each sequence are consecutive and all distances are equal. With a spacing,
+            blocks are read in place.
     """
 
     rows: slice
@@ -34,15 +33,16 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The sequences of a step, one for each KV head of each request. What all layers share is made
-    of them once.
+    """Sequences of a step, one for each KV head of each request.
+
+    All layers share what is computed here, so each result is computed once.
 
     Attributes:
-        rows: int64 [S, T], the row of each block in the caches [rows, ...]; any row behind the last
+        rows: int64 [S, T], row of each block in the caches [rows, ...]; any row after the last
             block.
-        tokens: int64 [S] on the CPU, of each sequence; beside the rows if the host does not know
-            them: then what follows from them is computed there, in shapes that depend on `rows`
-            alone.
+        tokens: int64 [S], tokens of each sequence. They are on the CPU, or on the device of `rows`
+            if the host does not know them. In the second case, results are computed on the device,
+            and their shapes depend only on the shape of `rows`.
     """
 
     rows: Tensor
@@ -51,40 +51,45 @@ class Batch:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """`tokens` beside the rows."""
+        """`tokens` on the device of `rows`."""
         return upload(self.rows.device, self.tokens)[0]
 
     @cached_property
     def totals(self) -> Tensor:
-        """int64 [S] beside the rows, blocks that hold tokens."""
+        """Number of blocks that hold tokens, int64 [S] on the device of `rows`."""
         return upload(self.rows.device, -(-self.tokens // self.block_size))[0]
 
     @cached_property
     def filled(self) -> Tensor:
-        """int64 [S] beside the rows, those that are full: B. Only they have entries in the caches
-        of a flow."""
+        """Number of full blocks B, int64 [S] on the device of `rows`. Only full blocks have entries
+        in the caches of a flow.
+        """
         return upload(self.rows.device, self.tokens // self.block_size)[0]
 
     @cached_property
     def unwritten(self) -> Tensor:
-        """int64 [S] beside the rows, places for tokens in the last block."""
+        """Number of free token slots in the last block, int64 [S] on the device of `rows`."""
         return upload(self.rows.device, -self.tokens % self.block_size)[0]
 
     @cached_property
     def num_blocks(self) -> int:
-        """B of the longest, or more if the host does not know."""
+        """B of the longest sequence, or an upper bound if the host does not know it."""
         return (
             int(self.tokens.max()) // self.block_size if self.tokens.is_cpu else self.rows.shape[1]
         )
 
     @cached_property
     def work(self) -> Lengths:
-        """The full blocks of each sequence, to be shared among the programs of a kernel."""
+        """Full blocks of each sequence, for a plan that divides them among the programs of a
+        kernel.
+        """
         return Lengths(self.filled, self._if_known(self.tokens // self.block_size))
 
     @memoised
     def attended(self, width: int) -> Lengths:
-        """The tokens that each sequence attends to at most, in a table of so many blocks."""
+        """Return an upper bound of the tokens that each sequence attends to, for tables of `width`
+        blocks.
+        """
         known = (-(-self.tokens // self.block_size)).clamp(max=width) * self.block_size
         return Lengths(upload(self.rows.device, known)[0], self._if_known(known))
 
@@ -93,13 +98,12 @@ class Batch:
 
     @memoised
     def fixed(self, selection: tuple[int | NumBlocks, ...], flow: Flow) -> tuple[Tensor, Tensor]:
-        """`tables` of blocks that are the same for every query."""
+        """Return the `tables` of blocks that are the same for every query."""
         return tables(static_selection(selection, self), self, flow)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The sequences that have full blocks, so that little is padded where each part is computed
-        by itself."""
+        """Sequences with full blocks, in parts that need little padding."""
         return tuple(
             Part(rows, most, _spacing(self.rows[rows, :most]))
             for rows, most in parts_of((self.tokens // self.block_size).tolist())
@@ -107,14 +111,18 @@ class Batch:
 
     @cached_property
     def missing(self) -> Tensor | None:
-        """bool [S, B]: blocks that a sequence does not have; None if all have as many."""
+        """Blocks that a sequence does not have, bool [S, B]; None if all sequences have the same
+        number.
+        """
         if bool((self.tokens // self.block_size == self.num_blocks).all()):
             return None
         return torch.arange(self.num_blocks, device=self.rows.device) >= self.filled[:, None]
 
 
 def _spacing(rows: Tensor) -> tuple[int, int] | None:
-    """See `Part.spacing`; rows int64 [s, t]. None on a device, since to look would be to wait."""
+    """Return `Part.spacing` of rows int64 [s, t], or None on a device, because looking would wait
+    for it.
+    """
     if not rows.is_cpu:
         return None
     apart = rows[:, 0].diff()
@@ -125,7 +133,9 @@ def _spacing(rows: Tensor) -> tuple[int, int] | None:
 
 
 def static_selection(selection: Sequence[int | NumBlocks], batch: Batch) -> Tensor:
-    """Blocks that are the same for every query; those that a sequence does not have are none."""
+    """Return blocks that are the same for every query, int64 [S, n]; -1 where a sequence has no
+    such block.
+    """
     filled = batch.filled[:, None]
     fixed, from_end = _places(tuple(selection), filled.device)
     found = fixed + filled * from_end  # [S, n]
@@ -134,8 +144,7 @@ def static_selection(selection: Sequence[int | NumBlocks], batch: Batch) -> Tens
 
 @cache
 def _places(selection: tuple[int | NumBlocks, ...], device: torch.device) -> Tensor:
-    """int64 [2, n]: of each block its distance from the beginning or, where the second is 1, from
-    the end."""
+    """Return int64 [2, n]: the distance of each block, and 1 where it counts from the end."""
     places = [
         (block, block < 0) if isinstance(block, int) else (block.offset, True)
         for block in selection
@@ -144,24 +153,28 @@ def _places(selection: tuple[int | NumBlocks, ...], device: torch.device) -> Ten
 
 
 def tables(selection: Tensor, batch: Batch, flow: Flow) -> tuple[Tensor, Tensor]:
-    """Block tables of what a flow chose and of what is attended to in any case, as paged attention
-    takes them.
+    """Return block tables for paged attention: the blocks that a flow chose and those that every
+    query attends to.
 
     Args:
         selection: int64 [S, n], -1 for none.
 
     Returns:
-        The rows of the blocks int64 [S, m], in order, each once, then the last one again; and how
-        many tokens they hold, int64 [S].
+        Rows of the blocks, int64 [S, m]: in order, each once, then the last one repeated. And the
+        number of tokens in them, int64 [S].
     """
-    behind, device = batch.totals[:, None], selection.device  # sorts behind every block
+    # 'behind' sorts after every block
+    behind, device = batch.totals[:, None], selection.device
     last = (behind - 1).clamp(min=0)
+
     always = torch.arange(-flow.LAST, flow.FIRST, device=device)
     fixed = torch.where(always < 0, always + behind, always).clamp(min=0).minimum(last)
+
     every = (
         torch.cat((fixed, torch.where(selection < 0, behind, selection)), dim=1).sort(dim=1).values
     )
     again = torch.nn.functional.pad(every[:, 1:] == every[:, :-1], (1, 0))
     every = torch.where(again, behind, every).sort(dim=1).values
+
     lengths = (every < behind).sum(1) * batch.block_size - batch.unwritten
     return batch.rows.gather(1, every.minimum(last)), lengths

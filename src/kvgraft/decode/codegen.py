@@ -1,10 +1,11 @@
-"""Triton source for a group of operators that go block by block or need no blocks (Vortex, section
-5.1).
+"""Triton source for a group of operators that work block by block or need no blocks (Vortex,
+section 5.1).
 
-A program of the kernel takes its share of all sequences' blocks, a tile of one sequence's at a
-time, through all operators of the group, in registers: what the group reads is read once, and only
-what others need is written. A value [1, B, ...] is a tensor [tile, ...] there, whose other axes are
-padded to powers of two, as Triton wants them; operators that look along an axis mask its padding.
+A program of the kernel takes a share of all sequences' blocks, and one tile of one sequence at a
+time. A tile goes through all operators of the group in registers. The kernel reads each input once,
+and writes only the values that others need. A value [1, B, ...] is a tensor [tile, ...]. Triton
+needs sizes that are powers of two, so the other axes are padded. Operators that look along an axis
+mask its padding.
 """
 
 from dataclasses import dataclass
@@ -16,10 +17,13 @@ from kvgraft.decode.graph import Value
 from kvgraft.decode.planner import Group, Template, plan_cache, template_of
 from kvgraft.decode.writer import Writer, is_cache, is_of_model, power
 
-TILE_ENTRIES = 16384  # of the largest tensor of a program: what registers hold
-MOST_ENTRIES = 4 * TILE_ENTRIES  # with a single block
+# entries of the largest tensor of a program, limited by the registers
+TILE_ENTRIES = 16384
+# the same limit for a tile of a single block
+MOST_ENTRIES = 4 * TILE_ENTRIES
 MOST_BLOCKS = 64
-NAME = "fused"  # of the function
+# name of the generated function
+NAME = "fused"
 HEAD = "import triton\nimport triton.language as tl\n\n\n@triton.jit\n"
 
 _SHARE = """\
@@ -41,15 +45,16 @@ class Source:
     """A kernel.
 
     Attributes:
-        text: of a module. Arguments of its function: the inputs and outputs, then, if there are
-            blocks, the table int64 [S, B], its distance from row to row, the blocks of each
-            sequence, int64 [S], the chunks and programs of a `Workload` of tiles, and Hkv; then the
-            strides of every input and output. Programs: those of the workload, or sequences.
-        inputs: tensors that it reads: the query [S, g, d], keys and values [blocks, Hkv, b, d],
-            whose row r is head r % Hkv of block r // Hkv, other caches [rows, ...], other groups'
-            values [S, ...].
-        outputs: what it writes: values [S, ...], or of forward_cache what becomes of caches [rows,
-            ...].
+        text: source of a module. Arguments of its function: the inputs and outputs; with blocks
+            also the table int64 [S, B], the stride of its rows, the blocks of each sequence, int64
+            [S], the chunks and programs of a `Workload` of tiles, and Hkv; then the strides of
+            every input and output. The grid is the programs of the workload, or without blocks the
+            sequences.
+        inputs: tensors that it reads: the query [S, g, d]; keys and values [blocks, Hkv, b, d],
+            whose row r is head r % Hkv of block r // Hkv; other caches [rows, ...]; values of other
+            groups [S, ...].
+        outputs: tensors that it writes: values [S, ...], or for forward_cache entries of caches
+            [rows, ...].
         tile: blocks that a program takes at a time; 0 without blocks.
     """
 
@@ -61,7 +66,7 @@ class Source:
 
 @lru_cache(maxsize=1024)
 def source_of(group: Group, *, to_caches: bool = False) -> Source | None:
-    """The kernel of a query or chunk group; None where batched torch must do."""
+    """Return the kernel of a query or chunk group, or None if only batched torch can run the group."""
     try:
         return _source(group, to_caches=to_caches)
     except CannotGenerate:
@@ -69,27 +74,33 @@ def source_of(group: Group, *, to_caches: bool = False) -> Source | None:
 
 
 def cache_source(program: Program) -> Source | None:
-    """The kernel of forward_cache; None where there is nothing to do, or batched torch must."""
+    """Return the kernel of forward_cache. None if the flow has no caches, or only batched torch can
+    run it.
+    """
     return source_of(plan_cache(program), to_caches=True) if program.stores else None
 
 
 def _source(group: Group, *, to_caches: bool) -> Source:
+    """Generate the kernel of a group. Raise CannotGenerate if the group does not fit a kernel."""
     if (largest := max((entries(value) for value in group.values), default=1)) > MOST_ENTRIES:
         raise CannotGenerate(f"{largest} entries of a block do not fit registers")
     of_blocks = [
         value for value in group.values if to_caches or template_of(value) is not Template.QUERY
     ]
+
     widest = max((entries(value) for value in of_blocks), default=1)
     tile = (
         min(MOST_BLOCKS, max(1, TILE_ENTRIES // power(widest)))
         if group.template is Template.CHUNK
         else 0
     )
+
     writer = Writer(tile)
     for value in group.values:
         emit(writer, value)
     for number, value in enumerate(group.outputs):
         writer.store(f"out{number}", value, to_caches)
+
     tensors = [
         (name, len(value.shape) - is_cache(value) + is_of_model(value))
         for value, name in writer.inputs.items()
@@ -97,6 +108,7 @@ def _source(group: Group, *, to_caches: bool) -> Source:
     tensors += [
         (f"out{number}", len(value.shape) - to_caches) for number, value in enumerate(group.outputs)
     ]
+
     arguments, head, indent = (
         [name for name, _ in tensors],
         ["    s = tl.program_id(0).to(tl.int64)"],

@@ -1,4 +1,4 @@
-"""What each operator is in Triton, on the tensors of `writer.py`."""
+"""Triton code of each operator, on the tensors of `writer.py`."""
 
 import math
 from collections.abc import Callable
@@ -10,14 +10,14 @@ from kvgraft.decode.writer import Writer, number, power
 
 
 class CannotGenerate(ValueError):
-    """A group has what Triton cannot do with tensors whose sizes are powers of two."""
+    """Error of a group that Triton cannot run on tensors whose sizes are powers of two."""
 
 
 def emit(writer: Writer, value: Value) -> None:
     """Write the operator that makes a value.
 
     Raises:
-        CannotGenerate: batched torch must do.
+        CannotGenerate: only batched torch can run the operator.
     """
     name = value.made_by.name
     kind = next((kind for kind in ("Interleave", "Where") if kind in name), name)
@@ -25,7 +25,7 @@ def emit(writer: Writer, value: Value) -> None:
 
 
 def entries(value: Value) -> int:
-    """Of the largest tensor that an operator needs for a block."""
+    """Return the entries of the largest tensor that an operator needs for a block."""
     num_entries = math.prod(power(size) for size in value.shape[1:] if isinstance(size, int))
     shapes = [given.shape for given in value.inputs if isinstance(given, Value)]
     widest = max(
@@ -44,24 +44,24 @@ def entries(value: Value) -> int:
 
 
 def _dots(value: Value) -> bool:
-    """Whether a product is by one matrix, and sums over as many entries as `tl.dot` needs."""
+    """Return whether a product is by one matrix, and sums over enough entries for `tl.dot` (16)."""
     x, y = _tensor(value), _tensor(value, 1)
     return all(size == 1 for size in y.shape[:-2]) and power(_size(x, -1)) >= 16
 
 
 def _axis(value: Value) -> int:
-    """The axis of the tile that an operator works along."""
+    """Return the axis of the tile along which an operator works."""
     found: int = value.options["dim"] % len(_tensor(value).shape) - 1
     return found
 
 
 def _tensor(value: Value, at: int = 0) -> Value:
-    """An input that is no number."""
+    """Return the input at `at`, which must not be a number."""
     return cast(Value, value.inputs[at])
 
 
 def _size(value: Value, axis: int) -> int:
-    """Of an axis that is not over blocks."""
+    """Return the size of an axis that is not over blocks."""
     return cast(int, value.shape[axis])
 
 
@@ -80,7 +80,8 @@ def _where(writer: Writer, value: Value) -> str:
     return _elementwise(f"tl.where({{0}} {sign} {{1}}, {{2}}, {{3}})")(writer, value)
 
 
-_REDUCED = {  # name -> what an axis becomes, and what its padding must hold
+# name -> the reduction of an axis, and the neutral value of its padding
+_REDUCED = {
     "Sum": ("tl.sum({x}, {axis}{keep})", 0.0),
     "Mean": ("tl.sum({x}, {axis}{keep}) / {size}.0", 0.0),
     "Max": ("tl.max({x}, {axis}{keep})", -math.inf),
@@ -146,7 +147,7 @@ def _normalize(writer: Writer, value: Value) -> str:
 
 
 def _conv1d(writer: Writer, value: Value) -> str:
-    """Along an axis that is not over blocks: a product with a band matrix."""
+    """Write a convolution along an axis that is not over blocks, as a product with a band matrix."""
     axis, rank, weights = _axis(value), len(value.shape) - 1, value.options["kernel"]
     x, size = writer.masked(_tensor(value), axis, 0.0), _size(value, axis + 1)
     apart = writer.let(
@@ -190,7 +191,9 @@ def _fill(writer: Writer, value: Value) -> str:
 
 
 def _require_powers(*values: Value | float) -> None:
-    """What joins or cuts axes must not meet their padding."""
+    """Raise CannotGenerate unless all sizes are powers of two: axes with padding cannot be joined
+    or cut.
+    """
     for value in values:
         shape = value.shape if isinstance(value, Value) else ()
         if any(isinstance(size, int) and size != power(size) for size in shape[1:]):

@@ -1,9 +1,10 @@
-"""Runs the groups of a flow: all sequences of a step at once.
+"""Execution of the groups of a flow, for all sequences of a step at once.
 
-In batched torch a group that works block by block takes a chunk of blocks at a time, one that fits
-a cache, of sequences of similar length. On CUDA with Triton such groups are generated kernels,
-whose programs have equal shares of all blocks. What looks across blocks is padded to the longest
-sequence: by then a block is a few numbers."""
+In batched torch, a group that works block by block takes one chunk of blocks at a time. A chunk
+fits the CPU cache and comes from sequences of similar length. On CUDA with Triton such groups are
+generated kernels, whose programs get equal shares of all blocks. Operators that look across blocks
+are padded to the longest sequence, because a block is only a few numbers by then.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +26,14 @@ from kvgraft.kernels import dispatch
 from kvgraft.kernels.scratch import PIECE, take
 from kvgraft.kernels.workload import Lengths
 
-Data = Any  # a tensor, or a number that stands for one
-CHUNK_BYTES = PIECE  # of what a group holds at a time
+# a tensor, or a number in place of one
+Data = Any
+# bytes of a chunk in all values of a group
+CHUNK_BYTES = PIECE
 
 
 class Paged(Protocol):
-    """Keys or values [rows, b, d], plain tensors or not."""
+    """Keys or values [rows, b, d], as a tensor or a view such as `HeadPages`."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -40,18 +43,19 @@ class Paged(Protocol):
 
 @dataclass(frozen=True)
 class HeadPages:
-    """Keys or values whose heads do not all lie equally far apart, by row: row r is head r % Hkv of
-    block r // Hkv.
+    """Keys or values by row, for pools in which heads are not at equal distances.
+
+    Row r is head r % Hkv of block r // Hkv.
 
     Attributes:
-        by_block: [blocks, Hkv, b, d], with any strides but for the last, which is 1.
+        by_block: [blocks, Hkv, b, d]. The last stride must be 1, all others are free.
     """
 
     by_block: Tensor
 
     @property
     def shape(self) -> Sequence[int]:
-        """[rows, b, d], as of a tensor."""
+        """Shape as a tensor of rows, [rows, b, d]."""
         return (self.by_block.shape[:2].numel(), *self.by_block.shape[2:])
 
     def __getitem__(self, rows: Tensor) -> Tensor:
@@ -72,23 +76,25 @@ def select(
     *,
     implementation: str | None = None,
 ) -> Tensor:
-    """The blocks that a flow chooses.
+    """Return the blocks that a flow chooses.
 
     Args:
         query: [S, g, d].
-        pool: what the flow saves is changed.
-        implementation: of what works block by block: cpu (batched torch) | triton; by default the
-            device decides.
+        pool: keys, values and caches of the flow. Caches that the flow saves to are changed.
+        implementation: cpu (batched torch) or triton, for groups that work block by block; the
+            device decides by default.
 
     Returns:
-        int64 [S, n], -1 for none; some may be those that are always attended to.
+        int64 [S, n], -1 for none. The result may contain blocks that every query attends to.
     """
     if not isinstance(program.selection, Value):
         return static_selection(program.selection, batch)
+
     if not batch.num_blocks:
         return torch.full(
             (len(query), cast(int, program.selection.shape[1])), -1, device=query.device
         )
+
     run = _Run(program, query, pool, batch)
     generates = dispatch.generates(query.device.type, implementation)
     for group in groups:
@@ -100,6 +106,7 @@ def select(
             run.query_group(group)
         else:
             run.chunks(group)
+
     run.save()
     return run.made[program.selection]
 
@@ -109,7 +116,7 @@ class _Piece:
     """Some blocks of some sequences.
 
     Attributes:
-        spacing: as of `Part`, from the first of these sequences on.
+        spacing: see `Part`; it begins at the first of these sequences.
     """
 
     rows: slice
@@ -118,18 +125,20 @@ class _Piece:
 
 
 class _Run:
+    """Execution of one flow for one step; `made` holds the values computed so far."""
+
     def __init__(self, program: Program, query: Tensor, pool: Pool, batch: Batch) -> None:
         self.made: dict[Value, Tensor] = {}
         self._program, self._query, self._pool, self._batch = program, query.float(), pool, batch
         self._saves: list[tuple[str, Tensor]] = []
 
     def query_group(self, group: Group) -> None:
-        """Values without blocks: once."""
+        """Compute values without blocks, once for each sequence."""
         for value in group.values:
             self.made[value] = self._apply(value, [self._read(given) for given in value.inputs])
 
     def chunks(self, group: Group) -> None:
-        """Values block by block: a chunk goes through all operators of the group."""
+        """Compute values block by block. Each chunk goes through all operators of the group."""
         self.made |= {value: self._new(value) for value in group.outputs}
         for piece in self._pieces(group):
             local: dict[Value, Data] = {}
@@ -140,8 +149,9 @@ class _Run:
                 _cut(self.made[value][piece.rows], value, piece.blocks).copy_(local[value])
 
     def generated(self, source: Source) -> None:
-        """Values of a group, by its kernel; those of blocks that a sequence does not have are left
-        undefined."""
+        """Compute a group by its generated kernel. Entries of blocks that a sequence does not have
+        are undefined.
+        """
         made = self.made | {value: self._query for value in source.inputs if value.name == "q"}
         tensors = [
             made[value] if value in made else of_pool(self._pool, value) for value in source.inputs
@@ -155,10 +165,14 @@ class _Run:
         )
 
     def special(self, value: Value) -> None:
-        """A value that looks across blocks; those that are not there hold what it passes by."""
+        """Compute a value that looks across blocks. Missing blocks are padded with its neutral
+        value.
+        """
         operator, batch, options = value.made_by, self._batch, dict(value.options)
         if value.saves_to:
-            self.made[value] = self._read(value.inputs[1]).clone()  # it may lie in a room
+            self.made[value] = self._read(
+                value.inputs[1]
+            ).clone()  # the tensor may be reused memory
             self._saves.append((value.saves_to, self.made[value]))
             return
         inputs = [self._read(given) for given in value.inputs]
@@ -172,7 +186,7 @@ class _Run:
         self.made[value] = operator.run(*inputs, **options)
 
     def save(self) -> None:
-        """Leave for the next step what was saved, of blocks that are there."""
+        """Write saved values to the caches for the next step, for blocks that exist."""
         batch = self._batch
         there = slice(None) if batch.missing is None else ~batch.missing
         rows = batch.rows[:, : batch.num_blocks][there].flatten()
@@ -197,7 +211,9 @@ class _Run:
     def _part(
         self, given: Value | float, piece: _Piece, local: dict[Value, Data] | None = None
     ) -> Data:
-        """Of some sequences and blocks; `local` holds what is known of them."""
+        """Return a value for some sequences and blocks. `local` holds the values already known for
+        them.
+        """
         if not isinstance(given, Value):
             return given
         if local is not None and given in local:
@@ -212,7 +228,10 @@ class _Run:
         return found
 
     def _gather(self, name: str, piece: _Piece) -> Tensor:
-        """A cache of some sequences and blocks, [s, t, ...], until the next call for this cache."""
+        """Return entries of a cache for some sequences and blocks, [s, t, ...].
+
+        The result is valid until the next call for this cache.
+        """
         cache, table = self._pool[name], self._batch.rows[piece.rows, piece.blocks]
         if isinstance(cache, Tensor) and piece.spacing is not None:
             first, apart = piece.spacing
@@ -221,7 +240,7 @@ class _Run:
             return cache.as_strided(
                 (*table.shape, *cache.shape[1:]), strides, cache.storage_offset() + start * row
             )
-        # each cache has its own room: a group may read several
+        # each cache has its own buffer, because a group may read several
         found = (
             take(f"cache {name}", cache, table.flatten())
             if isinstance(cache, Tensor)
@@ -230,7 +249,7 @@ class _Run:
         return found.view(*table.shape, *found.shape[1:])
 
     def _new(self, value: Value) -> Tensor:
-        """For a value of all sequences."""
+        """Allocate a value for all sequences."""
         shape = [
             self._batch.num_blocks if isinstance(size, NumBlocks) else size
             for size in value.shape[1:]
@@ -238,7 +257,7 @@ class _Run:
         return self._query.new_empty(len(self._query), *shape)
 
     def _pieces(self, group: Group) -> Iterator[_Piece]:
-        """Chunks of sequences and blocks that fit the cache."""
+        """Yield chunks of sequences and blocks that fit the CPU cache."""
         widest = max(size_of(value, 1) for value in group.values)
         size = 4 * (
             widest
@@ -247,7 +266,8 @@ class _Run:
             )
         )
         for part in self._batch.parts:
-            count = -(-size * part.num_blocks // CHUNK_BYTES)  # chunks of a sequence
+            # number of chunks of a sequence
+            count = -(-size * part.num_blocks // CHUNK_BYTES)
             blocks = -(-part.num_blocks // count)
             rows = max(CHUNK_BYTES // (size * blocks), 1)
             for first in range(part.rows.start, part.rows.stop, rows):
@@ -259,7 +279,7 @@ class _Run:
                     yield _Piece(here, slice(start, min(start + blocks, part.num_blocks)), spacing)
 
     def _eligible(self, scores: Tensor) -> Tensor:
-        """Scores [S, B], minus infinity for the blocks that are attended to in any case."""
+        """Return scores [S, B], with minus infinity for blocks that every query attends to."""
         flow, flat = self._program.flow, scores.flatten(1).clone()
         flat[:, : flow.FIRST] = -math.inf
         here = torch.arange(flat.shape[1], device=flat.device)
@@ -267,8 +287,9 @@ class _Run:
 
 
 def of_pool(pool: Pool, value: Value) -> Tensor:
-    """A cache, as generated kernels read it: of plain keys or values every row is a block of one
-    head."""
+    """Return a cache in the form that generated kernels read. In plain keys or values, every row is
+    a block of one head.
+    """
     found = pool[value.name]
     if isinstance(found, HeadPages):
         return found.by_block
@@ -276,7 +297,7 @@ def of_pool(pool: Pool, value: Value) -> Tensor:
 
 
 def heads_of(source: Source, tensors: Sequence[Tensor]) -> int:
-    """Hkv of the keys and values that a kernel reads, if any."""
+    """Return Hkv of the keys and values that a kernel reads, or 1 if it reads none."""
     return next(
         (
             x.shape[1]
@@ -288,13 +309,13 @@ def heads_of(source: Source, tensors: Sequence[Tensor]) -> int:
 
 
 def _cut(x: Tensor, value: Value, blocks: slice) -> Tensor:
-    """Some blocks of a value, in place."""
+    """Return some blocks of a value, as a view."""
     axis = block_axis(value.shape)
     return x if axis is None else x.movedim(axis, 1)[:, blocks].movedim(1, axis)
 
 
 def _filled(x: Data, given: Value | float, missing: Tensor, neutral: float) -> Data:
-    """With `neutral` in the blocks that a sequence does not have."""
+    """Return a tensor with `neutral` in the blocks that a sequence does not have."""
     axis = block_axis(given.shape) if isinstance(given, Value) else None
     if axis is None:
         return x
@@ -313,13 +334,13 @@ def fill(
     *,
     implementation: str | None = None,
 ) -> None:
-    """forward_cache for some blocks.
+    """Run forward_cache for some blocks.
 
     Args:
-        pool: the flow's own caches are changed.
+        pool: keys, values and caches. The flow's own caches are changed.
         rows: int64 [n].
-        count: n as the length of one sequence, where several layers shall share the plan.
-        implementation: as of `select`.
+        count: n as the length of one sequence, if several layers share the plan.
+        implementation: see `select`.
     """
     source = cache_source(program) if dispatch.generates(rows.device.type, implementation) else None
     if source is not None:

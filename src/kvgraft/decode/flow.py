@@ -1,5 +1,4 @@
-"""vFlow: a sparse attention as a Python class, written as if for one request (Vortex, section
-3)."""
+"""vFlow: a sparse attention as a Python class, written for one request (Vortex, section 3)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,10 +15,10 @@ Selection = Value | Sequence[int | NumBlocks]
 
 
 class Caches:
-    """What a stage of a flow sees by name: `k` and `v`, [1, B, b, d], and the flow's own caches,
-    [1, B, ...].
+    """Caches that a stage of a flow reads by name.
 
-    forward_cache assigns to the flow's own; forward_indexer changes them by Save only.
+    `k` and `v` are the model's, [1, B, b, d]. The flow's own caches are [1, B, ...]: forward_cache
+    assigns them, and forward_indexer changes them by Save only.
     """
 
     def __init__(self, shapes: Mapping[str, Shape], *, assigns: bool) -> None:
@@ -54,13 +53,13 @@ class Caches:
 
 @dataclass(frozen=True)
 class Flow(ABC):
-    """A sparse attention. The first block and the last two are always attended to; a flow chooses
+    """A sparse attention. A flow always attends to the first block and the last two, and chooses
     among the others.
 
     Attributes:
-        name: what users call it.
-        topk_blocks: that it chooses, for each KV head.
-        layers_skip: layers that attend to everything; also a layer, or "none".
+        name: name of the flow for users.
+        topk_blocks: blocks that the flow chooses for each KV head.
+        layers_skip: layers that attend to all blocks; also one layer, or "none".
 
     Raises:
         ValueError: an option out of range.
@@ -86,17 +85,26 @@ class Flow(ABC):
         require_at_least("topk_blocks", self.topk_blocks, 1)
 
     def create_cache(self, block_size: int, head_dim: int) -> Mapping[str, tuple[int, ...]]:
-        """Names of the flow's own caches, and the shape of what each holds for a block."""
+        """Return the names of the flow's own caches, and the shape of each cache's entry for one
+        block.
+        """
         return {}
 
     def forward_cache(self, c: Caches) -> None:  # noqa: B027  # a flow without caches needs none
-        """Fill them for a block, whatever the query."""
+        """Assign the flow's own caches for a block. The result does not depend on the query."""
 
     @abstractmethod
     def forward_indexer(self, q: Value, c: Caches) -> Selection:
-        """The blocks to attend to, for the queries q [1, g, d] of a KV head: a selection (`topK`),
-        or, whatever the query, numbers of blocks: below 0 from the end, or `c["k"].shape[1] - 1`,
-        the last."""
+        """Choose the blocks to attend to.
+
+        Args:
+            q: queries [1, g, d] of a KV head.
+            c: the caches.
+
+        Returns:
+            A selection (`topK`), or block numbers that are the same for every query. Numbers below
+            0 count from the end; `c["k"].shape[1] - 1` is the last block.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,10 +112,12 @@ class Program:
     """A flow that has been traced for one geometry.
 
     Attributes:
-        caches: the shape of what each cache of the flow holds for a block.
-        cache: values of forward_cache, and `stores`, what becomes of each cache.
-        indexer: values of forward_indexer, and `selection`, its result.
-        saved: caches that steps change.
+        caches: shape of each cache's entry for one block, by name.
+        cache: values of forward_cache.
+        stores: the value that forward_cache assigns to each cache.
+        indexer: values of forward_indexer.
+        selection: result of forward_indexer.
+        saved: caches that decode steps change.
     """
 
     flow: Flow
@@ -121,8 +131,10 @@ class Program:
 
     @property
     def most(self) -> int:
-        """Blocks that a step attends to at most; a sequence of no more is attended to as a
-        whole."""
+        """Maximum number of blocks that a step attends to.
+
+        A sequence with no more blocks than this gets dense attention.
+        """
         chosen = (
             self.selection.shape[1] if isinstance(self.selection, Value) else len(self.selection)
         )
@@ -130,23 +142,24 @@ class Program:
 
     @property
     def is_stateful(self) -> bool:
-        """Whether steps change what later steps choose."""
+        """True if a step changes what later steps choose."""
         return bool(self.saved)
 
     def reaches(self, num_tokens: int) -> bool:
-        """Whether a sequence of so many tokens has blocks that can be left out."""
+        """Return whether a sequence of this length has blocks that the flow can leave out."""
         return -(-num_tokens // self.block_size) > self.most
 
 
 def trace(flow: Flow, block_size: int, head_dim: int, group: int) -> Program:
-    """What a flow computes, for blocks of so many tokens and `group` query heads to a KV head.
+    """Trace a flow for a block size in tokens, a head size and `group` query heads per KV head.
 
     Raises:
-        FlowError: it cannot be right; nothing has run yet.
+        FlowError: the flow is invalid. Nothing has run yet.
     """
     declared = {
         name: tuple(shape) for name, shape in flow.create_cache(block_size, head_dim).items()
     }
+
     where = _line(flow, "create_cache")
     for name, shape in declared.items():
         if (
@@ -158,22 +171,27 @@ def trace(flow: Flow, block_size: int, head_dim: int, group: int) -> Program:
                 f"cache {name!r} of shape {shape}: sizes must be positive integers, and q, k, v "
                 "are taken"
             )
+
     pool: dict[str, Shape] = {
         "k": (1, NumBlocks(), block_size, head_dim),
         "v": (1, NumBlocks(), block_size, head_dim),
     }
     pool |= {name: (1, NumBlocks(), *shape) for name, shape in declared.items()}
+
     with tracing(Stage.CACHE) as cached:
         c = Caches(pool, assigns=True)
         flow.forward_cache(c)
+
     missing = declared.keys() - c.assigned.keys()
     if missing:
         raise _line(flow, "forward_cache").error(
             f"forward_cache assigns nothing to the cache {min(missing)!r}"
         )
+
     with tracing(Stage.INDEXER) as indexed:
         query = Value((1, group, head_dim), _line(flow, "forward_indexer"), name="q")
         selection = flow.forward_indexer(query, Caches(pool, assigns=False))
+
     _check_selection(flow, selection)
     saved = frozenset(filter(None, (value.saves_to for value in indexed.values)))
     return Program(
@@ -182,12 +200,13 @@ def trace(flow: Flow, block_size: int, head_dim: int, group: int) -> Program:
 
 
 def _line(flow: Flow, method: str) -> SourceLine:
-    """Where the author defines a method."""
+    """Return the line where the author defines a method."""
     code = getattr(type(flow), method).__code__
     return SourceLine(code.co_filename, code.co_firstlineno)
 
 
 def _check_selection(flow: Flow, selection: Selection) -> None:
+    """Raise a FlowError unless the result is a selection or a list of block numbers."""
     if isinstance(selection, Value):
         if not selection.selects:
             raise selection.line.error(

@@ -1,11 +1,13 @@
-"""The indexer of a flow as two kernels: what works block by block, then all that looks across
-blocks, with the choice.
+"""The indexer of a flow as two kernels: the work block by block, then all work across blocks with
+the choice.
 
-The first is a kernel as `codegen.py` writes it, which also computes what needs no blocks. In the
-second a program has a sequence, and goes over what the first has left of its blocks, a few numbers
-each: once for all reductions that need no other, then for those that need these, and so on; what it
-needs of a block it computes again each time. In the end it has the scores, and chooses pages
-(`choose_pages` in `kernels/triton/topk.py`)."""
+`codegen.py` writes the first kernel, which also computes values without blocks. In the second
+kernel, each program has one sequence. The first kernel leaves a few numbers of each block, and the
+program passes over them several times. The first pass computes all reductions that need no other
+reduction, the next pass those that need these, and so on. Each pass recomputes the values of a
+block that it needs. The last pass makes the scores, and then the program chooses pages
+(`choose_pages` in `kernels/triton/topk.py`).
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -30,7 +32,7 @@ from kvgraft.decode.writer import Writer, is_cache, is_of_model, power
 from kvgraft.decode.writer import number as literal
 from kvgraft.kernels import dispatch
 
-# blocks, and numbers of the largest tensor, that a program looks at together
+# blocks of a tile, and entries of its largest tensor
 TILE, TILE_ENTRIES = 1024, 8192
 _HEAD = """\
 import triton
@@ -59,14 +61,16 @@ choose_pages(
     {k}, {tolerated}, {block}, {first}, {last}, {width}, True, {tile},
 )
 """.splitlines()
-_REDUCTIONS = {  # name -> what it begins with, how a tile joins, and what becomes of the whole
+# name -> initial value, update by a tile, and final result
+_REDUCTIONS = {
     "Max": (-math.inf, "tl.maximum({found}, tl.max({x}, 0, keep_dims=True))", "{found}"),
     "Min": (math.inf, "tl.minimum({found}, tl.min({x}, 0, keep_dims=True))", "{found}"),
     "Sum": (0.0, "{found} + tl.sum({x}, 0, keep_dims=True)", "{found}"),
     "Mean": (0.0, "{found} + tl.sum({x}, 0, keep_dims=True)", "{found} / tl.maximum(size, 1)"),
     "L2Norm": (0.0, "{found} + tl.sum({x} * {x}, 0, keep_dims=True)", "tl.sqrt({found})"),
 }
-_DIVIDE = Operator("Divide", (), broadcast, torch.div)  # which authors of flows do not have
+# authors of flows have no such operator
+_DIVIDE = Operator("Divide", (), broadcast, torch.div)
 
 
 @dataclass(frozen=True)
@@ -74,12 +78,13 @@ class Choice:
     """The second kernel.
 
     Attributes:
-        text: of a module; empty where only the choice is left to do. Arguments of its function:
-            inputs, caches that it changes, table, tokens, scores, tables, lengths, the distances of
-            the rows of table and scores, and the strides of the inputs and caches.
-        inputs: what it reads: values of the first, the query, caches.
-        saves: caches that it changes, and the shape that they have there for a block.
-        k, tolerance: of the top-k.
+        text: source of a module; empty if only the choice remains. Arguments of its function:
+            inputs, caches that it changes, table, tokens, scores, tables, lengths, the row strides
+            of table and scores, and the strides of the inputs and caches.
+        inputs: values of the first kernel, the query, and caches that it reads.
+        saves: caches that it changes, and the shape of their entries for a block.
+        k: blocks to choose.
+        tolerance: tolerance of the top-k.
     """
 
     text: str
@@ -91,7 +96,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Both; what the first leaves are the scores, if the second has nothing else to do."""
+    """Both kernels. If the second one has no text, the first one leaves the scores."""
 
     blocks: Source
     choice: Choice
@@ -99,8 +104,9 @@ class Kernels:
 
 @lru_cache(maxsize=256)
 def kernels_of(program: Program) -> Kernels | None:
-    """The kernels of a flow that chooses by scores; None where its groups must be computed one
-    after the other."""
+    """Return the kernels of a flow that chooses by scores, or None if its groups must run one after
+    the other.
+    """
     top = program.selection
     if not isinstance(top, Value) or top.made_by.name not in ("topK", "approxTopK"):
         return None
@@ -120,7 +126,9 @@ def kernels_of(program: Program) -> Kernels | None:
 def choose(
     kernels: Kernels, program: Program, query: Tensor, pool: Pool, batch: Batch
 ) -> tuple[Tensor, Tensor]:
-    """Tables and lengths, as `decode.batch.tables` has them; what the flow saves is changed."""
+    """Return tables and lengths as in `decode.batch.tables`. Caches that the flow saves to are
+    changed.
+    """
     source, choice, flow = kernels.blocks, kernels.choice, program.flow
     made = {value: query for value in (*source.inputs, *choice.inputs) if value.name == "q"}
     for value in source.outputs:
@@ -128,6 +136,7 @@ def choose(
             batch.num_blocks if isinstance(size, NumBlocks) else size for size in value.shape[1:]
         ]
         made[value] = query.new_empty(len(query), *shape, dtype=torch.float32)
+
     tensors = [
         made[value] if value in made else of_pool(pool, value)
         for value in (*source.inputs, *source.outputs)
@@ -135,7 +144,9 @@ def choose(
     dispatch.generated(
         source.text, NAME, tensors, (batch.rows, batch.work), source.tile, heads_of(source, tensors)
     )
+
     always = flow.FIRST, flow.LAST
+
     if not choice.text:
         scores, where = (
             made[source.outputs[0]].flatten(1),
@@ -149,8 +160,9 @@ def choose(
 
 
 def _parted(program: Program, top: Value) -> tuple[list[Value], list[Value]]:
-    """What works block by block or without blocks, and what the second kernel has to compute before
-    the choice."""
+    """Return the operators of the first kernel, and those that the second kernel runs before the
+    choice.
+    """
     behind: set[Value | float] = set()
     for value in program.indexer:
         if template_of(value) is Template.SPECIAL or any(given in behind for given in value.inputs):
@@ -162,7 +174,7 @@ def _parted(program: Program, top: Value) -> tuple[list[Value], list[Value]]:
         if isinstance(value, Value) and value in behind
     ]
     wanted = [value for value in wanted if value.saves_to or value is top.inputs[0]]
-    # what needs no blocks, and caches as they are, are as near to the second kernel as to the first
+    # both kernels can compute values without blocks and loads of caches at the same cost
     near = [
         v
         for v in program.indexer
@@ -172,7 +184,7 @@ def _parted(program: Program, top: Value) -> tuple[list[Value], list[Value]]:
 
 
 def _needed_for(wanted: Iterable[Value], among: Sequence[Value]) -> tuple[Value, ...]:
-    """The wanted values and all that they are made of, in order."""
+    """Return the wanted values and all values that they depend on, in order."""
     needed: set[Value | float] = set(wanted)
     for value in reversed(among):
         if value in needed:
@@ -181,13 +193,16 @@ def _needed_for(wanted: Iterable[Value], among: Sequence[Value]) -> tuple[Value,
 
 
 def _choice(program: Program, top: Value, values: Sequence[Value]) -> Choice:
+    """Generate the second kernel of a flow."""
     k, tolerance = top.options["k"], top.options.get("tolerance") or 0.0
     if not values:
         return Choice("", (), (), k, tolerance)
+
     flow, passes = program.flow, _Passes(values, top.inputs[0])
     names = passes.inputs
     if any(is_of_model(value) for value in names):
         raise CannotGenerate("keys and values of a sequence are too much for one program")
+
     arguments = [*names.values(), *(f"save{number}" for number in range(len(passes.saves)))]
     ranks = [len(value.shape) - is_cache(value) for value in names] + [
         len(value.shape) - 1 for value in passes.saves
@@ -207,11 +222,13 @@ def _choice(program: Program, top: Value, values: Sequence[Value]) -> Choice:
         "scores_row",
         *strides,
     ]
+
     known = {
         "block": program.block_size, "k": k, "tolerated": int(tolerance * k), "first": flow.FIRST,
         "last": flow.LAST,
         "width": flow.FIRST + k + flow.LAST, "tile": TILE,
     }  # fmt: skip
+
     lines = [line.format(**known) for line in (*_BEGIN, *passes.lines, *_END)]
     text = f"{_HEAD}def {NAME}({', '.join(arguments)}):\n" + "".join(
         f"    {line}\n" for line in lines
@@ -221,13 +238,13 @@ def _choice(program: Program, top: Value, values: Sequence[Value]) -> Choice:
 
 
 class _Passes:
-    """Writes the passes over the blocks of a sequence: in pass p it can compute what depends on no
-    more than p reductions, one after the other.
+    """Writer of the passes over the blocks of a sequence. Pass p computes values that depend on a
+    chain of at most p reductions.
 
     Attributes:
-        lines: of them all.
-        inputs: what is loaded, and the names of the arguments that it comes in.
-        saves: values that caches get, in `save0` and so on.
+        lines: lines of all passes.
+        inputs: loaded values, and the names of their arguments.
+        saves: values that are written to caches, as `save0` and so on.
     """
 
     def __init__(self, values: Sequence[Value], scores: Value | float) -> None:
@@ -263,7 +280,7 @@ class _Passes:
         self.inputs = self._outer.inputs
 
     def _reduce(self, number: int, values: Sequence[Value]) -> None:
-        """A pass for reductions."""
+        """Write a pass for reductions."""
         self._without_blocks(number - 1)
         inner = self._inner([given for value in values for given in value.inputs])
         steps, after = [], []
@@ -283,19 +300,20 @@ class _Passes:
         self.lines += after
 
     def _last(self, scores: Value | float) -> None:
-        """The pass that leaves scores, and what is saved."""
+        """Write the pass that stores scores and saved values."""
         self._without_blocks(max(self._pass.values()))
         inner = self._inner([scores, *self.saves])
         score = inner.let(f"tl.reshape({inner.operand(scores)}, [{self._tile}])")
         stored = len(inner.lines)
         for number, value in enumerate(self.saves):
             inner.store(f"save{number}", value, cached=True)
-        barrier = ["tl.debug_barrier()"] * bool(self.saves)  # what is loaded may be what is saved
+        # a save may overwrite entries that are still to be loaded
+        barrier = ["tl.debug_barrier()"] * bool(self.saves)
         lines = [*inner.lines[:stored], *barrier, *inner.lines[stored:]]
         self._loop([*lines, f"tl.store(scores + s * scores_row + b, {score}, mask=there)"])
 
     def _without_blocks(self, number: int) -> None:
-        """Values of a pass that need no blocks, in front of it."""
+        """Write the values of a pass that need no blocks, in front of the pass."""
         for value in self._values:
             if (
                 self._pass[value] == number
@@ -307,7 +325,7 @@ class _Passes:
         self._outer.lines.clear()
 
     def _inner(self, wanted: Sequence[Value | float]) -> Writer:
-        """The body of a pass, in which these are known."""
+        """Return the body of a pass that computes the wanted values."""
         inner = Writer(self._tile, self._outer)
         with_blocks = [value for value in self._values if block_axis(value.shape) is not None]
         for value in _needed_for(
@@ -334,30 +352,32 @@ class _Passes:
         return inner
 
     def _loop(self, lines: Sequence[str]) -> None:
+        """Write a loop over the tiles of a sequence."""
         self.lines += [line.format(tile=self._tile) for line in _LOOP] + [
             f"    {line}" for line in lines
         ]
 
 
 def _reduces(value: Value) -> bool:
-    """Whether it is one number for all blocks."""
+    """Return whether a value is one number for all blocks."""
     return value.made_by.name in _REDUCTIONS and template_of(value) is Template.SPECIAL
 
 
 def _there(condition: str, value: Value | float) -> str:
-    """A condition on blocks beside a value."""
+    """Return a condition on blocks, broadcast to the rank of a value."""
     rank = len(value.shape) - 1 if isinstance(value, Value) else 1
     return f"({condition})" + (f"[:{', None' * (rank - 1)}]" if rank > 1 else "")
 
 
 def _end(place: int | None) -> str:
-    """An end of a slice of blocks."""
+    """Return the code for an end of a slice of blocks."""
     return "size" if place is None else f"size + {place}" if place < 0 else str(place)
 
 
 def _plain(values: Sequence[Value]) -> tuple[list[Value], dict[Value | float, Value]]:
-    """The same without softmax and normalisation over blocks, which are reductions and quotients;
-    and what has become of each."""
+    """Return the values with softmax and normalisation over blocks as reductions and quotients, and
+    the replacement of each value.
+    """
     made: list[Value] = []
     known: dict[Value | float, Value] = {}
 

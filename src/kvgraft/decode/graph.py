@@ -1,4 +1,4 @@
-"""What tracing a flow gives: values in the order in which the author's lines make them."""
+"""Trace of a flow: values in the order in which the author's lines make them."""
 
 import linecache
 import sys
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 class FlowError(ValueError):
-    """A flow cannot be right; the message begins with the author's file and line."""
+    """Error of an invalid flow; the message begins with the author's file and line."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,10 @@ class SourceLine:
 
     @classmethod
     def of_author(cls) -> "SourceLine":
-        """The innermost line on the stack outside of this folder; the flows below it count as an
-        author's."""
+        """Return the innermost line on the stack outside of this folder.
+
+        The flows in the folder below count as an author's code.
+        """
         frame = sys._getframe(1)
         while frame.f_back and Path(frame.f_code.co_filename).parent == HERE:
             frame = frame.f_back
@@ -37,24 +39,25 @@ class SourceLine:
 
     @property
     def code(self) -> str:
-        """Its text."""
+        """Text of the line."""
         return linecache.getline(self.path, self.number).strip()
 
     def error(self, message: object) -> FlowError:
-        """An error there."""
+        """Return an error that points at this line."""
         return FlowError(f"{self.path}:{self.number}: {message}\n    {self.code}")
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What a line of a flow makes, or, without an operator, what the flow is given: the query, or a
-    cache.
+    """The result of one line of a flow, or an input of the flow: the query or a cache.
 
     Attributes:
-        shape: as one request sees it.
-        inputs: of the operator, in its order.
-        options: of the operator.
-        name: `q`, `k`, `v` or of a cache; of what an operator makes, none.
+        shape: shape for one request.
+        line: line of the author that makes it.
+        operator: operator that makes it; None for an input of the flow.
+        inputs: inputs of the operator, in its order.
+        options: options of the operator.
+        name: `q`, `k`, `v` or the name of a cache; empty for the result of an operator.
     """
 
     shape: Shape
@@ -65,12 +68,12 @@ class Value:
     name: str = ""
 
     @property
-    def T(self) -> "Value":  # as in PyTorch
-        """Its last two axes swapped."""
+    def T(self) -> "Value":  # the name is PyTorch's
+        """The value with its last two axes swapped."""
         return record(OPERATORS["Transpose"], (self,), {})
 
     def size(self, dim: int) -> int:
-        """The size of an axis that is not over blocks; TypeError of the one that is."""
+        """Return the size of an axis. Raise TypeError for the axis over blocks."""
         found = self.shape[dim]
         if not isinstance(found, int):
             raise TypeError(f"the axis {dim} is over blocks: requests differ in it")
@@ -78,14 +81,14 @@ class Value:
 
     @property
     def made_by(self) -> Operator:
-        """The operator; ValueError if it is given."""
+        """The operator that makes the value; raises ValueError for an input of the flow."""
         if self.operator is None:
             raise ValueError(f"{self.name!r} is given, not made")
         return self.operator
 
     @property
     def saves_to(self) -> str:
-        """The cache that it changes; empty for none."""
+        """Name of the cache that the value changes, or an empty string."""
         cache = (
             self.inputs[0] if self.operator is not None and self.operator.name == "Save" else None
         )
@@ -93,13 +96,13 @@ class Value:
 
     @property
     def selects(self) -> bool:
-        """Whether it says which blocks to attend to."""
+        """True if the value is a selection of blocks."""
         return self.operator is not None and self.operator.selects
 
 
 @dataclass
 class Trace:
-    """The values of one stage, as they are made."""
+    """Values of one stage, in the order in which they are made."""
 
     stage: Stage
     values: list[Value] = field(default_factory=list)
@@ -110,7 +113,7 @@ _current: ContextVar[Trace | None] = ContextVar("trace", default=None)
 
 @contextmanager
 def tracing(stage: Stage) -> Iterator[Trace]:
-    """Whatever operators are applied to values here is recorded."""
+    """Record all operators that are applied to values within this context."""
     trace = Trace(stage)
     token = _current.set(trace)
     try:
@@ -122,10 +125,10 @@ def tracing(stage: Stage) -> Iterator[Trace]:
 def record(
     operator: Operator, inputs: tuple[Value | float, ...], options: Mapping[str, Any]
 ) -> Value:
-    """The value that an operator gives.
+    """Record an operator and return its result.
 
     Raises:
-        FlowError: it may not stand in this stage, or its inputs do not fit.
+        FlowError: the operator is not allowed in this stage, or its inputs do not fit.
     """
     line, trace = SourceLine.of_author(), _current.get()
     if trace is None:
@@ -133,15 +136,18 @@ def record(
     if trace.stage not in operator.stages:
         allowed = " or ".join(stage.value for stage in operator.stages)
         raise line.error(f"{operator.name} may stand in {allowed} only, not in {trace.stage.value}")
+
     for given in inputs:
         if isinstance(given, Value) and given.selects and not operator.selects:
             raise line.error(
                 f"{operator.name} cannot work on a selection of blocks: only Union can"
             )
+
     if operator.of_cache and (
         not isinstance(inputs[0], Value) or inputs[0].name in ("", "q", "k", "v")
     ):
         raise line.error(f"{operator.name} works on a cache of the flow's own, and on nothing else")
+
     shapes = [given.shape if isinstance(given, Value) else () for given in inputs]
     try:
         shape = operator.infer(*shapes, **options)
@@ -149,6 +155,7 @@ def record(
             raise ValueError("forward_cache sees one block at a time: this looks across blocks")
     except ValueError as error:
         raise line.error(f"{operator.name}: {error}") from None
+
     value = Value(shape, line, operator, inputs, options)
     trace.values.append(value)
     return value

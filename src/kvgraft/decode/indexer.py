@@ -1,5 +1,6 @@
-"""What a host holds of a flow: its program for the model's geometry and its caches beside the paged
-pool."""
+"""Indexer of a host: a flow traced for the model's geometry, and the flow's caches for the paged
+pool.
+"""
 
 from functools import cached_property
 
@@ -20,16 +21,16 @@ from kvgraft.kernels.workload import Lengths
 
 
 class Indexer:
-    """A flow over a paged pool of keys and values [rows, b, d], a row being a page of one KV head
-    of one layer.
+    """A flow over a paged pool of keys and values [rows, b, d]. A row is a page of one KV head of
+    one layer.
 
-    The caches of the flow have a row for each of these rows: whoever owns a page owns what they
-    hold of it. They are filled by `fill` when a page has become full, or when a host cannot know
-    what they hold. What steps change (`Save`) begins anew then, and pages that hold any cannot be
-    shared by requests (`Program.is_stateful`).
+    The caches of the flow have the same rows. The owner of a page also owns its cache entries.
+    `fill` computes the entries when a page becomes full, or when a host cannot know them. State
+    that steps change (`Save`) is reset at that time. Requests cannot share pages with such state
+    (`Program.is_stateful`).
 
     Args:
-        like: of the dtype and the device that the caches shall have.
+        like: tensor with the dtype and the device of the caches.
     """
 
     def __init__(self, program: Program, num_rows: int, like: Tensor) -> None:
@@ -39,7 +40,9 @@ class Indexer:
             name: torch.empty(
                 num_rows,
                 *shape,
-                dtype=torch.float32 if name in program.saved else like.dtype,  # small steps add up
+                dtype=torch.float32
+                if name in program.saved
+                else like.dtype,  # float32: small steps add up
                 device=like.device,
             )
             for name, shape in program.caches.items()
@@ -47,21 +50,22 @@ class Indexer:
 
     @cached_property
     def is_fused(self) -> bool:
-        """Whether a host need not know lengths where kernels are generated: no size and no decision
-        depends on them."""
+        """True if a host that generates kernels need not know lengths: no size and no decision
+        depends on them.
+        """
         program = self.program
         chooses = not isinstance(program.selection, Value) or kernels_of(program) is not None
         return chooses and (not program.stores or cache_source(program) is not None)
 
     def at(self, rows: slice, keys: Paged, values: Paged) -> "LayerIndexer":
-        """Of one layer, whose pages these rows are: keys, values [rows, b, d]."""
+        """Return the indexer of one layer, with its rows, and its keys and values [rows, b, d]."""
         return LayerIndexer(
             self, {"k": keys, "v": values, **{name: x[rows] for name, x in self.caches.items()}}
         )
 
 
 class LayerIndexer:
-    """The part of an `Indexer` that one layer has."""
+    """Part of an `Indexer` for one layer."""
 
     def __init__(self, indexer: Indexer, pool: Pool) -> None:
         self._indexer = indexer
@@ -69,15 +73,23 @@ class LayerIndexer:
 
     @watched("indexer")
     def fill(self, rows: Tensor, count: Lengths | None = None) -> None:
-        """Pages int64 [n] have become full; n may be given as the length of a sequence, to share
-        its plan."""
+        """Compute the cache entries of pages that have become full.
+
+        Args:
+            rows: int64 [n].
+            count: n as the length of a sequence, to share its plan among layers.
+        """
         if rows.numel():
             fill(self._indexer.program, self._pool, rows, count)
 
     @watched("indexer")
     def choose(self, query: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """For queries [S, g, d]: tables int64 [S, m] and the tokens that they hold int64 [S], for
-        any paged decode."""
+        """Choose blocks for queries [S, g, d].
+
+        Returns:
+            Tables int64 [S, m] and the number of tokens in them, int64 [S], for any paged decode
+            kernel.
+        """
         program = self._indexer.program
         if not isinstance(program.selection, Value):
             return batch.fixed(tuple(program.selection), program.flow)
@@ -92,7 +104,9 @@ class LayerIndexer:
         )
 
     def attend(self, query: Tensor, batch: Batch, scale: float) -> Tensor:
-        """[S, g, d] -> [S, g, d], where keys and values are tensors or `HeadPages`."""
+        """Return the attention [S, g, d] of queries [S, g, d] to the chosen blocks. Keys and values
+        are tensors or `HeadPages`.
+        """
         tables, lengths = self.choose(query, batch)
         bound = batch.attended(tables.shape[1])
         keys, values = (

@@ -1,5 +1,6 @@
-"""What the proposed flows share: statistics of a block, views of the query, and a class for flows
-that only score."""
+"""Shared parts of the proposed flows: statistics of a block, views of the query, and a class of
+flows that only score.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -32,12 +33,17 @@ from kvgraft.decode import (
     topK,
 )
 
-PARTS = 4  # regions of a block
+# number of regions of a block
+PARTS = 4
 
 
 class Statistic(NamedTuple):
-    """Of a block: its shape from the size of a head, and how it follows from k and v [1, B, b,
-    d]."""
+    """Statistic of a block.
+
+    Attributes:
+        shape: returns its shape from the head size.
+        of: computes it from k and v [1, B, b, d].
+    """
 
     shape: Callable[[int], tuple[int, ...]]
     of: Callable[[Value, Value], Value]
@@ -70,7 +76,7 @@ STATISTICS = {
     "k_abs": Statistic(_vector, lambda k, v: Mean(Abs(k), dim=2)),
     "k_feature_norms": Statistic(_vector, lambda k, v: L2Norm(k, dim=2)),
     "v_feature_norms": Statistic(_vector, lambda k, v: L2Norm(v, dim=2)),
-    "k_weighted": Statistic(_vector, _weighted),  # by the norms of the values
+    "k_weighted": Statistic(_vector, _weighted),  # weighted by the norms of the values
     "halves": Statistic(_regions(2), lambda k, v: MeanInterleave(k, dim=2, size=k.size(2) // 2)),
     "parts": Statistic(
         _regions(PARTS), lambda k, v: MeanInterleave(k, dim=2, size=k.size(2) // PARTS)
@@ -85,11 +91,11 @@ STATISTICS = {
 
 
 class Scored(Flow):
-    """Blocks by a score of their statistics.
+    """Choice of blocks by a score of their statistics.
 
     Attributes:
         uses: names of STATISTICS.
-        state: numbers of each block that steps leave, 0 at first.
+        state: numbers of each block that steps change, 0 at first.
     """
 
     uses: ClassVar[tuple[str, ...]] = ()
@@ -111,52 +117,54 @@ class Scored(Flow):
 
     @abstractmethod
     def score(self, q: Value, c: Caches) -> Value:
-        """Of the blocks, [1, B, 1], for queries [1, g, d]."""
+        """Return the score of each block, [1, B, 1], for queries [1, g, d]."""
 
 
 def scaled(q: Value) -> Value:
-    """Queries whose inner products with keys are logits of attention."""
+    """Return queries whose inner products with keys are attention logits."""
     return Multiply(q, q.size(2) ** -0.5)
 
 
 def routing(q: Value) -> Value:
-    """[1, 1, d]: the mean of the group's queries."""
+    """Return the mean of the group's queries, [1, 1, d]."""
     return Mean(scaled(q), dim=1)
 
 
 def relevance(q: Value, x: Value) -> Value:
-    """Of vectors [1, B, d] to the routing query: [1, B, 1]; of regions [1, B, r, d]: [1, B, r,
-    1]."""
+    """Return inner products with the routing query: [1, B, 1] for vectors [1, B, d], [1, B, r, 1]
+    for regions [1, B, r, d].
+    """
     return GeMM(x, routing(q).T)
 
 
 def heads(q: Value, x: Value) -> Value:
-    """As `relevance`, of each query head: [1, B, g] or [1, B, r, g]."""
+    """Return inner products with each query head: [1, B, g] or [1, B, r, g]."""
     return GeMM(x, scaled(q).T)
 
 
 def bound(q: Value, low: Value, high: Value) -> Value:
-    """The most that a key within an envelope can give each of these queries (Quest): [1, B, g] or
-    [1, B, r, g]."""
+    """Return the greatest logit that a key within an envelope can have for each query (Quest): [1,
+    B, g] or [1, B, r, g].
+    """
     return Add(GeMM(high, Relu(q).T), GeMM(low, Minimum(q, 0.0).T))
 
 
 def over_regions(reduction: Callable[..., Value], x: Value) -> Value:
-    """[1, B, r, n] -> [1, B, n]."""
+    """Reduce over the regions, [1, B, r, n] -> [1, B, n]."""
     found = reduction(x, dim=2)
     return Reshape(found, (*found.shape[:2], found.shape[3]))
 
 
 def minus(x: Value, y: Value, share: float = 1.0) -> Value:
-    """x - share * y."""
+    """Return x - share * y."""
     return Add(x, Multiply(y, -share))
 
 
 def divide(x: Value, y: Value) -> Value:
-    """x / y for y > 0."""
+    """Return x / y for y > 0."""
     return Multiply(x, Exp(Multiply(Log(y), -1.0)))
 
 
 def average(cache: Value, x: Value, rate: float) -> Value:
-    """The running average of x over steps, left in a cache."""
+    """Update the running average of x over steps in a cache, and return it."""
     return Save(cache, Add(Multiply(Load(cache), 1.0 - rate), Multiply(x, rate)))

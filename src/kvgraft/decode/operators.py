@@ -1,8 +1,9 @@
-"""The operators of Vortex's Table 1: what shape each gives, and the PyTorch operator that it is.
+"""Operators of Vortex's Table 1: the shape of each result, and the PyTorch operator that makes it.
 
-All work on tensors [S, ...] of S independent sequences. One whose axis over blocks is padded, since
-sequences differ in length, is right for operators that do not look across blocks; for the others
-the padding must hold what they pass by (`Operator.neutral`), or they are told the lengths."""
+All operators work on tensors [S, ...] of S independent sequences. Sequences differ in length, so an
+axis over blocks may be padded. Operators that do not look across blocks give correct results for
+the real blocks. The others need neutral padding (`Operator.neutral`) or the lengths.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from kvgraft.kernels.dispatch import radix_topk
 
 
 class Stage(Enum):
-    """Where in a flow an operator may stand."""
+    """Stage of a flow in which an operator is allowed."""
 
     CACHE = "forward_cache"
     INDEXER = "forward_indexer"
@@ -32,18 +33,19 @@ CACHE, INDEXER = (Stage.CACHE,), (Stage.INDEXER,)
 
 @dataclass(frozen=True)
 class Operator:
-    """One of Table 1's.
+    """One operator of Table 1.
 
     Attributes:
-        infer: shapes of its tensors, () for a number, and its options -> the shape that it gives;
-            raises ValueError.
-        run: its tensors [S, ...] or numbers, and its options -> [S, ...].
-        crosses: shapes and options -> whether it looks across blocks.
-        neutral: what padding must hold that it looks across.
-        takes_lengths: `run` is given the option `lengths`, int64 [S], if the axis over blocks is
+        infer: returns the shape of the result from the shapes of the inputs, () for a number, and
+            the options; raises ValueError.
+        run: returns the result [S, ...] from the inputs, tensors [S, ...] or numbers, and the
+            options.
+        crosses: returns from shapes and options whether the operator looks across blocks.
+        neutral: value of the padding that leaves the result unchanged.
+        takes_lengths: `run` gets the option `lengths`, int64 [S], if the axis over blocks is
             padded.
-        of_cache: its first tensor must be a cache of the flow's own.
-        selects: the result, int64 [S, n], says which blocks to attend to; -1 is none.
+        of_cache: the first input must be one of the flow's own caches.
+        selects: the result is a selection of blocks, int64 [S, n]; -1 is none.
     """
 
     name: str
@@ -58,7 +60,7 @@ class Operator:
 
 
 def aligned(*tensors: Tensor | float) -> list[Any]:
-    """Tensors of one rank; see `align`."""
+    """Return tensors with one common rank; see `align`."""
     rank = max(x.dim() for x in tensors if isinstance(x, Tensor))
 
     def raised(x: Tensor) -> Tensor:
@@ -242,7 +244,9 @@ OPERATORS = {
 
 
 def _sizes(x: Tensor, shape_to: Shape) -> list[int]:
-    """Sizes of the axes behind the first, the one over blocks as it is in this tensor."""
+    """Return the sizes of all axes after the first. The axis over blocks keeps its size in this
+    tensor.
+    """
     return [
         x.shape[axis] if isinstance(size, NumBlocks) else size
         for axis, size in enumerate(shape_to)

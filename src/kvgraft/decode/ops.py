@@ -1,10 +1,13 @@
-"""What a flow may apply (Vortex, Table 1).
+"""Operators that a flow may apply (Vortex, Table 1).
 
 Tensors are those of one request: [1, B, ...] has an axis over its blocks, [1, ...] has none.
 Reductions leave an axis of size 1. Where ranks differ, the lower one gets axes of size 1 after the
-first. Numbers may stand for tensors. Applied to values of a flow, the functions record it; applied
-to a `VTensor`, they give the result at once, by applying the PyTorch operator to each sequence on
-its own: the truth that all else is held to."""
+first. Numbers may replace tensors.
+
+Applied to values of a flow, a function records the operator. Applied to a `VTensor`, it runs the
+PyTorch operator on each sequence separately. All other implementations are tested against that
+result.
+"""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
@@ -14,15 +17,17 @@ from kvgraft.decode.operators import OPERATORS, Operator
 from kvgraft.decode.shapes import block_axis
 from kvgraft.decode.vtensor import Shape, VTensor
 
-Operand = TypeVar("Operand", Value, VTensor)  # the same kind comes out
+# the result has the kind of the inputs
+Operand = TypeVar("Operand", Value, VTensor)
 
 
 def apply(name: str, *inputs: Operand | float, **options: Any) -> Operand:
-    """One operator by its name."""
+    """Apply one operator by its name."""
     return cast(Operand, _apply(OPERATORS[name], inputs, options))
 
 
 def _apply(operator: Operator, inputs: tuple[Any, ...], options: dict[str, Any]) -> Value | VTensor:
+    """Record an operator on values of a flow, or run it on each sequence of vTensors."""
     if any(isinstance(given, Value) for given in inputs):
         return record(operator, inputs, options)
     vtensors = [given for given in inputs if isinstance(given, VTensor)]
@@ -64,22 +69,22 @@ def Sum(x: Operand, dim: int) -> Operand:
 
 
 def MeanInterleave(x: Operand, dim: int, size: int) -> Operand:
-    """The average of each group of `size` consecutive entries along an axis."""
+    """Average of each group of `size` consecutive entries along an axis."""
     return apply("MeanInterleave", x, dim=dim, size=size)
 
 
 def MaxInterleave(x: Operand, dim: int, size: int) -> Operand:
-    """The greatest entry of each group of `size` consecutive entries along an axis."""
+    """Greatest entry of each group of `size` consecutive entries along an axis."""
     return apply("MaxInterleave", x, dim=dim, size=size)
 
 
 def MinInterleave(x: Operand, dim: int, size: int) -> Operand:
-    """The smallest entry of each group of `size` consecutive entries along an axis."""
+    """Smallest entry of each group of `size` consecutive entries along an axis."""
     return apply("MinInterleave", x, dim=dim, size=size)
 
 
 def L2NormInterleave(x: Operand, dim: int, size: int) -> Operand:
-    """The Euclidean norm of each group of `size` consecutive entries along an axis."""
+    """Euclidean norm of each group of `size` consecutive entries along an axis."""
     return apply("L2NormInterleave", x, dim=dim, size=size)
 
 
@@ -99,12 +104,12 @@ def Add(x: Operand, y: Operand | float) -> Operand:
 
 
 def Maximum(x: Operand, y: Operand | float) -> Operand:
-    """The greater of both."""
+    """Greater one of both."""
     return apply("Maximum", x, y)
 
 
 def Minimum(x: Operand, y: Operand | float) -> Operand:
-    """The smaller of both."""
+    """Smaller one of both."""
     return apply("Minimum", x, y)
 
 
@@ -192,24 +197,24 @@ def WhereLe(
 
 
 def Softmax(x: Operand, dim: int) -> Operand:
-    """exp(x) by its sum along an axis."""
+    """exp(x), divided by its sum along an axis."""
     return apply("Softmax", x, dim=dim)
 
 
 def Normalize(x: Operand, dim: int) -> Operand:
-    """x by its Euclidean norm along an axis."""
+    """x, divided by its Euclidean norm along an axis."""
     return apply("Normalize", x, dim=dim)
 
 
 def Conv1d(x: Operand, kernel: Sequence[float], dim: int = 1) -> Operand:
-    """x along an axis, each entry the sum of its neighbours times an odd number of weights; zeros
-    beyond the ends."""
+    """Convolution along an axis with an odd number of weights. The ends are padded with zeros."""
     return apply("Conv1d", x, dim=dim, kernel=tuple(kernel))
 
 
 def Reshape(x: Operand, shape: Shape) -> Operand:
-    """As many entries in another shape, [1, ...]; the axis over blocks, `x.shape[1]`, stays the
-    second."""
+    """x in another shape [1, ...] with the same number of entries. The axis over blocks,
+    `x.shape[1]`, stays the second.
+    """
     return apply("Reshape", x, shape_to=tuple(shape))
 
 
@@ -219,44 +224,48 @@ def Transpose(x: Operand) -> Operand:
 
 
 def MaskSlice(x: Operand, start: int, stop: int | None, dim: int = 1, fill: float = 0.0) -> Operand:
-    """x in [start, stop) along an axis, `fill` outside; negative ends count from the end, None is
-    the end."""
+    """x in [start, stop) along an axis, and `fill` outside. Negative ends count from the end; None
+    is the end.
+    """
     return apply("MaskSlice", x, start=start, stop=stop, dim=dim, fill=fill)
 
 
 def Fill(cache: Operand, value: float) -> Operand:
-    """A constant for every entry of a cache."""
+    """Constant for every entry of a cache."""
     return apply("Fill", cache, value=value)
 
 
 def CFill(cache: Operand) -> Operand:
-    """Zeros for every entry of a cache: where Save begins."""
+    """Zeros for every entry of a cache: the initial state for Save."""
     return apply("CFill", cache)
 
 
 def Load(cache: Operand) -> Operand:
-    """What Save left in a cache in the step before, or what forward_cache put there."""
+    """Entries of a cache, from Save in the previous step, else from forward_cache."""
     return apply("Load", cache)
 
 
 def Save(cache: Operand, x: Operand) -> Operand:
-    """Leave x [1, B, ...] in a cache for the next step; gives it back."""
+    """Leave x [1, B, ...] in a cache for the next step, and return x."""
     return apply("Save", cache, x)
 
 
 def topK(scores: Operand, k: int) -> Operand:
-    """The k blocks of the best scores [1, B, 1]; none that is scored minus infinity."""
+    """The k blocks with the best scores [1, B, 1]. A block with a score of minus infinity is never
+    chosen.
+    """
     return apply("topK", scores, k=k)
 
 
 def approxTopK(scores: Operand, k: int, tolerance: float = 0.1) -> Operand:
-    """As topK, but of the k blocks this share may be any of those whose scores are near the k-th
-    best (section 5.2)."""
+    """topK, except that a share `tolerance` of the k blocks may be any blocks with scores near the
+    k-th best (section 5.2).
+    """
     return apply("approxTopK", scores, k=k, tolerance=tolerance)
 
 
 def Union(x: Operand, y: Operand) -> Operand:
-    """The blocks of two selections, each once."""
+    """Blocks of two selections, each once."""
     return apply("Union", x, y)
 
 

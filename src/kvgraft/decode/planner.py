@@ -1,9 +1,12 @@
-"""From a traced flow to what a step executes: operators that share a template are computed together
-(Vortex, 5.1).
+"""Plan of a step: operators with the same template are computed together (Vortex, 5.1).
 
-Three templates. *Query*: without blocks, once for each sequence. *Chunk*: block by block, so that a
-chunk of blocks can go through all operators of a group while it is in the cache. *Special*: looks
-across blocks, one operator at a time."""
+Three templates:
+
+- *Query*: needs no blocks, and runs once for each sequence.
+- *Chunk*: works block by block. A chunk of blocks goes through all operators of a group while it is
+in the CPU cache.
+- *Special*: looks across blocks, and runs one operator at a time.
+"""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +19,7 @@ from kvgraft.decode.shapes import block_axis
 
 
 class Template(Enum):
-    """How a group is executed."""
+    """Execution of a group."""
 
     QUERY = "query"
     CHUNK = "chunk"
@@ -28,9 +31,9 @@ class Group:
     """Operators that are computed together.
 
     Attributes:
-        values: in order.
-        inputs: what it reads: caches, the query, and what other groups leave.
-        outputs: of its values, what others need.
+        values: values of the group, in order.
+        inputs: caches, the query, and values of other groups that it reads.
+        outputs: values of the group that others need.
     """
 
     template: Template
@@ -39,17 +42,17 @@ class Group:
     outputs: tuple[Value, ...]
 
     def bytes_moved(self, num_blocks: int, itemsize: int = 4) -> int:
-        """Of memory, for one sequence of so many blocks."""
+        """Return the bytes of inputs and outputs for one sequence of `num_blocks` blocks."""
         return sum(size_of(value, num_blocks) for value in (*self.inputs, *self.outputs)) * itemsize
 
 
 def size_of(value: Value, num_blocks: int) -> int:
-    """Entries of a value for one sequence of so many blocks."""
+    """Return the number of entries of a value for one sequence of `num_blocks` blocks."""
     return math.prod(size if isinstance(size, int) else num_blocks for size in value.shape)
 
 
 def template_of(value: Value) -> Template:
-    """Which one an operator needs."""
+    """Return the template that a value's operator needs."""
     operator = value.made_by
     shapes = [given.shape if isinstance(given, Value) else () for given in value.inputs]
     if operator.selects or value.saves_to or operator.crosses(*shapes, **value.options):
@@ -62,16 +65,21 @@ def template_of(value: Value) -> Template:
 
 
 def plan(program: Program) -> tuple[Group, ...]:
-    """The groups of forward_indexer, in order: each operator joins the earliest group of its
-    template in which everything that it needs is known."""
+    """Return the groups of forward_indexer, in order.
+
+    Each operator joins the earliest group of its template in which all its inputs are known.
+    """
     members: list[tuple[Template, list[Value]]] = []
     made_in: dict[Value, int] = {}
     for value in program.indexer:
         template = template_of(value)
         known = [made_in[given] for given in value.inputs if given in made_in]
+
         first = max(known, default=0)
         joinable = range(first, len(members)) if template is not Template.SPECIAL else ()
+
         joined = next((number for number in joinable if members[number][0] is template), None)
+
         if joined is None:
             joined = len(members)
             members.append((template, []))
@@ -81,19 +89,19 @@ def plan(program: Program) -> tuple[Group, ...]:
 
 
 def unfused(program: Program) -> tuple[Group, ...]:
-    """As `plan`, each operator on its own."""
+    """Return the groups of forward_indexer with one operator each."""
     return tuple(
         _group(template_of(value), [value], _needed([value], program)) for value in program.indexer
     )
 
 
 def plan_cache(program: Program) -> Group:
-    """The group of forward_cache; its outputs are what becomes of each cache."""
+    """Return the group of forward_cache; its outputs are the new entries of the caches."""
     return _group(Template.CHUNK, program.cache, tuple(program.stores.values()))
 
 
 def _needed(values: Sequence[Value], program: Program) -> tuple[Value, ...]:
-    """Those that other operators of forward_indexer read, or that outlast it."""
+    """Return the values that other operators of forward_indexer read, or that remain after it."""
     own = set(values)
     needed = {given for value in program.indexer if value not in own for given in value.inputs} | {
         program.selection

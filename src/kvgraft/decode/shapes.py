@@ -1,5 +1,4 @@
-"""Shapes of what the operators give, as one request sees them, and what they look along; ValueError
-where none fits."""
+"""Shapes of results for one request. Functions raise ValueError where no shape fits."""
 
 import math
 from collections.abc import Sequence
@@ -10,18 +9,19 @@ from kvgraft.methods import require_at_least, require_share
 
 
 def block_axis(shape: Shape) -> int | None:
-    """The axis over blocks."""
+    """Return the axis over blocks, or None."""
     return next((axis for axis, size in enumerate(shape) if isinstance(size, NumBlocks)), None)
 
 
 def align(shape: Shape, rank: int) -> Shape:
-    """With axes of size 1 after the first, up to this rank."""
+    """Return the shape with axes of size 1 after the first, up to this rank."""
     return shape and (*shape[:1], *(1,) * (rank - len(shape)), *shape[1:])
 
 
 def broadcast(*shapes: Shape) -> Shape:
-    """The shape of an elementwise result; tensors of lower rank get axes of size 1 after the
-    first."""
+    """Return the shape of an elementwise result. Shapes of lower rank get axes of size 1 after the
+    first.
+    """
     rank = max(map(len, shapes))
     result: list[Dim] = [1] * rank
     for shape in shapes:
@@ -35,22 +35,24 @@ def broadcast(*shapes: Shape) -> Shape:
 
 
 def same_entries(x: Shape, y: Shape) -> bool:
-    """Whether two shapes differ by axes of size 1 only."""
+    """Return whether two shapes differ by axes of size 1 only."""
     return [size for size in x if size != 1] == [size for size in y if size != 1]
 
 
 def describe(shape: Shape) -> str:
-    """[1, B, 64]."""
+    """Return a shape as text, such as [1, B, 64]."""
     return f"[{', '.join(map(str, shape))}]"
 
 
 def _checked(shape: Shape) -> Shape:
+    """Return the shape. Raise ValueError if it has two axes over blocks."""
     if sum(isinstance(size, NumBlocks) for size in shape) > 1:
         raise ValueError(f"the result {describe(shape)} would have two axes over blocks")
     return shape
 
 
 def _axis(shape: Shape, dim: int) -> int:
+    """Return `dim` counted from the beginning. Raise ValueError if it is out of range."""
     if not isinstance(dim, int) or not -len(shape) < dim < len(shape) or dim % len(shape) == 0:
         raise ValueError(
             f"dim must be from 1 to {len(shape) - 1} for {describe(shape)}, got {dim!r}"
@@ -59,6 +61,7 @@ def _axis(shape: Shape, dim: int) -> int:
 
 
 def along(shape: Shape, *, dim: int, **_: Any) -> bool:
+    """Return whether the operator works along the axis over blocks."""
     return block_axis(shape) == _axis(shape, dim)
 
 
@@ -112,7 +115,9 @@ def kron(x: Shape, y: Shape) -> Shape:
 
 def reshaped(shape: Shape, *, shape_to: Shape) -> Shape:
     def sizes(of: Shape) -> tuple[int, int]:
-        """Of what lies before B and behind it; of everything without."""
+        """Return the products of the sizes before and after B; without B, the second is that of
+        all.
+        """
         axis = block_axis(of) or 0
         return math.prod(cast(Sequence[int], of[:axis])), math.prod(
             cast(Sequence[int], of[axis + 1 :])

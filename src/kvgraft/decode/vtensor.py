@@ -1,8 +1,8 @@
-"""vTensor: a tensor of a batch of sequences, and how it is laid out (Vortex, section 4.1, sections
-8 and 9).
+"""vTensor: a tensor of a batch of sequences, and its layout (Vortex, section 4.1, sections 8 and
+9).
 
-A flow is written for one request: there a tensor is [1, ...], and one with an axis over the blocks
-of the request has it second, [1, B, ...]. B differs between requests; all other sizes are the same.
+A flow is written for one request. Its tensors are [1, ...]; a tensor with an axis over the blocks
+of the request is [1, B, ...]. B differs between requests; all other sizes are the same.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from torch import Tensor
 
 
 class EntryLayout(Enum):
-    """Where the entries of a sequence lie."""
+    """Layout of the entries of sequences."""
 
-    BATCH = "batch"  # data[i]: of every sequence as many
+    BATCH = "batch"  # data[i]: every sequence has the same number of entries
     RAGGED = "ragged"  # data[indptr[i]:indptr[i + 1]]
     PAGED = "paged"  # data[indices[indptr[i]:indptr[i + 1]]]: sequences may share pages
 
 
 @dataclass(frozen=True)
 class NumBlocks:
-    """B, the number of blocks of a request that have been filled, or so many less or more."""
+    """B, the number of filled blocks of a request, plus an offset."""
 
     offset: int = 0
 
@@ -47,13 +47,13 @@ class VTensor:
 
     Attributes:
         data: batch [S, ...]; ragged [n, ...]; paged [pages, ...].
-        indptr: int64 [S + 1] of ragged and paged tensors: where each sequence begins in `data` or
-            in `indices`.
-        indices: int64 [n] of paged tensors: pages of the sequences, end to end.
-        axis: where one request sees the axis over blocks, which `data` has first.
+        indptr: int64 [S + 1] for ragged and paged tensors: start of each sequence in `data` or in
+            `indices`.
+        indices: int64 [n] for paged tensors: pages of all sequences, end to end.
+        axis: position of the axis over blocks for one request. In `data` this axis is the first.
 
     Raises:
-        ValueError: what is given does not make a layout.
+        ValueError: the arguments do not make a layout.
     """
 
     data: Tensor
@@ -78,19 +78,19 @@ class VTensor:
 
     @property
     def layout(self) -> EntryLayout:
-        """Which one it has."""
+        """Layout of this tensor."""
         if self.indptr is None:
             return EntryLayout.BATCH
         return EntryLayout.RAGGED if self.indices is None else EntryLayout.PAGED
 
     @property
     def num_sequences(self) -> int:
-        """S."""
+        """S, the number of sequences."""
         return len(self.data) if self.indptr is None else len(self.indptr) - 1
 
     @property
     def shape(self) -> Shape:
-        """As one request sees it."""
+        """Shape for one request."""
         inner = self.data.shape[1:]
         return (
             (1, *inner)
@@ -99,7 +99,7 @@ class VTensor:
         )
 
     def sequence(self, number: int) -> Tensor:
-        """[1, ...]: what the PyTorch operators are applied to."""
+        """Return one sequence, [1, ...], to which PyTorch operators apply."""
         if self.indptr is None:
             return self.data[number : number + 1]
         here = slice(int(self.indptr[number]), int(self.indptr[number + 1]))
@@ -108,7 +108,10 @@ class VTensor:
 
     @classmethod
     def of(cls, sequences: Sequence[Tensor], axis: int | None) -> "VTensor":
-        """Sequences [1, ...] in batch layout, or, if an axis of theirs is over blocks, ragged."""
+        """Return sequences [1, ...] as one vTensor.
+
+        The layout is batch without an axis over blocks (`axis` is None), and ragged with one.
+        """
         if axis is None:
             return cls(torch.cat(list(sequences)))
         counts = torch.tensor([0, *(part.shape[axis] for part in sequences)])

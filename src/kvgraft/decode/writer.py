@@ -1,5 +1,6 @@
-"""Lines of a Triton kernel: values are tensors [tile, ...] of one sequence's blocks, padded to
-powers of two."""
+"""Writer of Triton kernels. Values are tensors [tile, ...] of one sequence's blocks, padded to
+powers of two.
+"""
 
 import math
 from collections.abc import Iterator
@@ -11,16 +12,16 @@ from kvgraft.decode.vtensor import NumBlocks, Shape
 
 
 class Writer:
-    """The body of a kernel, as operators write it. What they read is loaded when it is first
-    needed.
+    """Body of a kernel, which operators write line by line. Inputs are loaded at their first use.
 
     Args:
         tile: blocks of a program.
-        before: what has been written in front of it; its values without blocks are known here, too.
+        before: writer of the code in front of this body. Its values without blocks are known here
+            too.
 
     Attributes:
-        lines: in order.
-        inputs: what is loaded, and the names of the arguments that it comes in.
+        lines: lines in order.
+        inputs: loaded values, and the names of their arguments.
     """
 
     def __init__(self, tile: int, before: "Writer | None" = None) -> None:
@@ -34,20 +35,20 @@ class Writer:
         self._count: Iterator[int] = before._count if before else count()
 
     def define(self, value: Value, expression: str) -> None:
-        """A value is known from here on."""
+        """Write a value as an expression. Later lines can use it."""
         self._names[value] = self.let(expression)
 
     def name(self, value: Value, name: str) -> None:
-        """A value is known by this name."""
+        """Give an existing name to a value."""
         self._names[value] = name
 
     def store(self, name: str, value: Value, cached: bool) -> None:
-        """Write a value to an argument, a cache or a tensor [S, ...]."""
+        """Write a value to an argument: a cache, or a tensor [S, ...]."""
         at, mask = self._address(name, value.shape, cached)
         self.lines.append(f"tl.store({at}, {self.operand(value)}{mask})")
 
     def operand(self, given: Value | float, rank: int = 0) -> str:
-        """A value as a tensor of at least this rank, or a number."""
+        """Return the code for a value as a tensor of at least this rank, or for a number."""
         if not isinstance(given, Value):
             return number(given)
         if given not in self._names:
@@ -58,8 +59,9 @@ class Writer:
         )
 
     def masked(self, value: Value, axis: int, neutral: float, rank: int = 0) -> str:
-        """A value, maybe of a higher rank, whose padding along an axis of the tile holds what an
-        operator passes by."""
+        """Return the code for a value, raised to a rank, with `neutral` in the padding along an
+        axis of the tile.
+        """
         rank = max(rank, len(value.shape) - 1)
         size, name = align(value.shape, rank + 1)[axis + 1], self.operand(value, rank)
         if isinstance(size, NumBlocks) or size == power(size):
@@ -69,15 +71,15 @@ class Writer:
         )
 
     def index(self, size: int, axis: int, rank: int) -> str:
-        """Numbers of the entries along an axis of a tensor of this rank."""
+        """Return the code for the numbers of the entries along an axis of a tensor of this rank."""
         return _placed(f"tl.arange(0, {power(size)})", axis, rank)
 
     def shape(self, shape: Shape) -> list[int]:
-        """Of the tile."""
+        """Return the shape of the tile."""
         return [self._tile if isinstance(size, NumBlocks) else power(size) for size in shape[1:]]
 
     def let(self, expression: str) -> str:
-        """The name that an expression gets."""
+        """Write an assignment of an expression, and return the new name."""
         name = f"x{next(self._count)}"
         self.lines.append(f"{name} = {expression}")
         return name
@@ -90,8 +92,10 @@ class Writer:
     def _address(
         self, name: str, shape: Shape, cached: bool, by_head: bool = False
     ) -> tuple[str, str]:
-        """Pointers to a tile of a tensor, and an argument that says which are there; a cache is
-        addressed by row, or by block and head, if it is the model's."""
+        """Return pointers to a tile of a tensor, and the mask argument for its real entries.
+
+        A cache is addressed by row. The model's keys and values are addressed by block and head.
+        """
         rank, parts, inside = len(shape) - 1, [name], []
         place = "row % heads" if by_head else "row" if cached else "b"
         if not cached:
@@ -112,27 +116,27 @@ class Writer:
 
 
 def number(x: float) -> str:
-    """A literal."""
+    """Return the literal of a number."""
     return repr(float(x)) if math.isfinite(x) else f"float('{x}')"
 
 
 def _placed(vector: str, axis: int, rank: int) -> str:
-    """A vector along one axis of a tensor."""
+    """Return a vector along one axis of a tensor."""
     if rank == 1:
         return f"({vector})"
     return f"({vector})[{', '.join(':' if here == axis else 'None' for here in range(rank))}]"
 
 
 def power(size: int) -> int:
-    """The next power of two."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
 
 
 def is_cache(value: Value) -> bool:
-    """Whether a value is read from pages."""
+    """Return whether a value is read from pages."""
     return value.name not in ("", "q")
 
 
 def is_of_model(value: Value) -> bool:
-    """Whether it is the keys or the values."""
+    """Return whether a value is the model's keys or values."""
     return value.name in ("k", "v")

@@ -1,5 +1,8 @@
-"""The flows by name. A new flow is one file and one line here, or a file of the user's, which may
-hold several."""
+"""Flows by name.
+
+A new flow is one file and one line here. Users can also load flows from their own Python file,
+which may hold several.
+"""
 
 import importlib.util
 import re
@@ -18,13 +21,16 @@ from kvgraft.methods import make, parse
 
 _NAMED: tuple[type[Flow], ...] = (BlockTopK, Quest, DoubleSparse, NSABlockTopK, H2O, Streaming)
 FLOWS = {flow.name: flow for flow in _NAMED}
-DENSE = "dense"  # no flow: everything is attended to
+# dense attention, without a flow
+DENSE = "dense"
 _FILE = re.compile(r"(?P<path>.+?\.py)(:(?P<rest>.*))?")
 
 
 def parse_flow(text: str) -> Flow | None:
-    """A flow from `name:option=value,...`, or from a file: `path.py`, `path.py:name` if it has
-    several, each with options behind a colon (`path.py:name:topk_blocks=64`); None for `dense`.
+    """Return the flow that a text names, or None for `dense`.
+
+    The text is `name:option=value,...`, `path.py`, or `path.py:name` if the file has several flows.
+    Options follow a file after a colon (`path.py:name:topk_blocks=64`).
 
     Raises:
         ValueError: an unknown flow or option (the message lists the known ones), a value out of
@@ -45,7 +51,7 @@ def parse_flow(text: str) -> Flow | None:
 
 
 def _from_file(path: str, rest: str) -> Flow:
-    """`rest` is the name of a flow, options, both, or neither."""
+    """Return a flow of a file; `rest` holds its name, options, both, or neither."""
     flows = load_flows(Path(path))
     first, _, behind = rest.partition(":")
     chosen, options = ("", rest) if "=" in first else (first, behind)
@@ -58,12 +64,13 @@ def _from_file(path: str, rest: str) -> Flow:
 
 
 def load_flows(path: Path) -> Mapping[str, type[Flow]]:
-    """The flows of a Python file by name. The file is run, again only if it has changed: it can do
-    whatever its author wants.
+    """Return the flows of a Python file by name.
+
+    The file runs with all rights of this process. It runs again only after it has changed.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it has none, or it cannot be run.
+        ValueError: the file has no flow, or it cannot be run.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file of flows {path}")
@@ -73,6 +80,7 @@ def load_flows(path: Path) -> Mapping[str, type[Flow]]:
 
 @lru_cache(maxsize=64)
 def _run(path: Path, stamp: tuple[int, int]) -> Mapping[str, type[Flow]]:
+    """Run a file of flows; `stamp` (modification time and size) makes a changed file run again."""
     spec = importlib.util.spec_from_file_location(f"kvgraft_flows_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is no Python file")

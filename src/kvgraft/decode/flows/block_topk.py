@@ -4,8 +4,9 @@ from kvgraft.decode import Caches, Flow, GeMM, Max, Mean, Selection, Value, topK
 
 
 class BlockTopK(Flow):
-    """Blocks by the inner product of a query and their mean key, the best of the group's
-    queries."""
+    """Blocks by the inner product of a query and their mean key. The best query of the group
+    counts.
+    """
 
     name = "block_topk"
 

@@ -19,11 +19,12 @@ from kvgraft.decode import (
 
 @dataclass(frozen=True)
 class DoubleSparse(Flow):
-    """Blocks by their best token's inner product with a query, over the channels that weigh most.
+    """Blocks by their best token's inner product with a query, over the heaviest channels.
 
-    The paper finds these channels offline; here they are those where the group's mean query exceeds
-    `heavy` times the mean over channels. All keys are read: a choice of the query's leaves no
-    narrower copy to read instead."""
+    The paper finds these channels offline. Here they are the channels in which the group's mean
+    query exceeds `heavy` times the mean over channels. All keys are read: the channels depend on
+    the query, so no narrower copy of the keys exists.
+    """
 
     name = "double_sparse"
 

@@ -18,8 +18,10 @@ from kvgraft.decode import (
 
 
 class NSABlockTopK(Flow):
-    """Blocks by the attention that their compressed keys receive from all queries of the group; a
-    key is compressed by the mean of half a block, where the paper has a trained network."""
+    """Blocks by the attention that their compressed keys receive from all queries of the group.
+
+    A compressed key is the mean of half a block; the paper uses a trained network.
+    """
 
     name = "nsa_block_topk"
 

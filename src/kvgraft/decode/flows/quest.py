@@ -4,7 +4,7 @@ from kvgraft.decode import Add, Caches, Flow, GeMM, Max, Min, Minimum, Relu, Sel
 
 
 class Quest(Flow):
-    """Blocks by the most that the inner product with a key within the envelope of theirs can be."""
+    """Blocks by the greatest inner product that a key within the block's envelope could have."""
 
     name = "quest"
 

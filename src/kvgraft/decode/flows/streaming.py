@@ -4,8 +4,9 @@ from kvgraft.decode import Caches, Flow, Selection, Value
 
 
 class Streaming(Flow):
-    """The last k blocks, whatever the query; the first, which holds the sinks, is always attended
-    to."""
+    """The last k blocks, for every query. The first block, which holds the sinks, is always
+    attended to.
+    """
 
     name = "streaming"
 
