@@ -66,7 +66,7 @@ class Source:
 
 @lru_cache(maxsize=1024)
 def source_of(group: Group, *, to_caches: bool = False) -> Source | None:
-    """Return the kernel of a query or chunk group, or None if only batched torch can run the group."""
+    """Return the kernel of a query or chunk group, or None if only batched torch can run it."""
     try:
         return _source(group, to_caches=to_caches)
     except CannotGenerate:

@@ -147,7 +147,7 @@ def _normalize(writer: Writer, value: Value) -> str:
 
 
 def _conv1d(writer: Writer, value: Value) -> str:
-    """Write a convolution along an axis that is not over blocks, as a product with a band matrix."""
+    """Write a convolution along an axis without blocks, as a product with a band matrix."""
     axis, rank, weights = _axis(value), len(value.shape) - 1, value.options["kernel"]
     x, size = writer.masked(_tensor(value), axis, 0.0), _size(value, axis + 1)
     apart = writer.let(

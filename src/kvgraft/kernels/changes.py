@@ -1,8 +1,9 @@
 """KV changes of recomputed tokens, and copies that apply them: one launch each on CUDA.
 
-A change is what the keys and values of a token are now, less what they were where it was first
-read, both with the keys turned back to position 0 (docs/policies.md, `spread`). The tensors come
-from the engine, and are not checked. Lists, heads and pools are as in `segpaged_attention`."""
+A change is the difference between the keys and values of a token now and at its first computation,
+with both keys rotated back to position 0 (docs/policies.md, `spread`). The tensors come from the
+engine and are not checked. Lists, heads and pools are as in `segpaged_attention`.
+"""
 
 from torch import Tensor
 
@@ -20,16 +21,17 @@ def kv_changes(
     *,
     implementation: str | None = None,
 ) -> Tensor:
-    """How keys and values of `c` tokens have changed.
+    """Return the changes of keys and values of `c` tokens.
 
     Args:
         pools: keys and values, or keys alone (MLA), [streams, num_slots, d] each.
-        new: slots int64 [lists, c], and what turns their keys to position 0.
-        old: the same of where they were first read; slots of -1 are lost, and have not changed.
+        heads: streams and page lists of the layer's KV heads.
+        new: slots int64 [lists, c], and the tables that rotate their keys to position 0.
+        old: the same for the first computation. A slot of -1 is lost, and its change is 0.
         implementation: reference | triton; by default the device decides.
 
     Returns:
-        float32 [Hkv, c, W]: keys, and behind them values.
+        float32 [Hkv, c, W]: keys, followed by values.
     """
     run = dispatch.kernel("kv_changes", pools[0].device.type, implementation)
     changes: Tensor = run(pools, heads, new, old)
@@ -39,11 +41,11 @@ def kv_changes(
 def average_changes(
     changes: Tensor, around: Tensor, weights: Tensor, *, implementation: str | None = None
 ) -> Tensor:
-    """Weighted sums of the changes around each token.
+    """Return weighted sums of the changes around each token.
 
     Args:
         changes: float32 [Hkv, c, W].
-        around: int64 [c, w], which changes.
+        around: int64 [c, w], indices of changes.
         weights: float32 [c, w].
         implementation: reference | triton; by default the device decides.
 
@@ -66,15 +68,17 @@ def copy_changed(
     *,
     implementation: str | None = None,
 ) -> None:
-    """Copy keys and values to other slots, keys turned, and add what lies between two changes.
+    """Copy keys and values to other slots, rotate the keys, and add an interpolation between two
+    changes.
 
     Args:
-        source: slots int64 [lists, n], -1 where a list has lost one (nothing is copied then); turn
-            of the shifts.
-        target: slots int64 [lists, n]; turn of their positions.
+        pools, heads: as in `kv_changes`.
+        source: slots int64 [lists, n], and the tables of the shifts. Nothing is copied for -1, a
+            slot that a list has lost.
+        target: slots int64 [lists, n], and the tables of their positions.
         changes: float32 [Hkv, c, W] of `average_changes`, c > 0.
-        sides: int64 [2, n], the changes before and behind each token; -1, -1 for none.
-        weights: float32 [n], of the change behind.
+        sides: int64 [2, n], the changes before and after each token; -1, -1 for none.
+        weights: float32 [n], weight of the change after the token.
         implementation: reference | triton; by default the device decides.
     """
     run = dispatch.kernel("copy_changed", pools[0].device.type, implementation)

@@ -1,5 +1,6 @@
-"""Which implementation of a kernel runs: by device, or as the caller names it. Modules are imported
-on first use."""
+"""Choice of a kernel's implementation, by device or by the caller. Modules are imported on first
+use.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -17,7 +18,7 @@ from kvgraft.kernels.workload import Lengths
 
 
 def _in_torch(module: str) -> dict[str, str]:
-    """Of a kernel whose plain torch is the CPU's, too."""
+    """Return the modules of a kernel whose reference in plain torch also serves the CPU."""
     torch_module = f"kvgraft.kernels.reference.{module}"
     return {
         "reference": torch_module,
@@ -26,7 +27,8 @@ def _in_torch(module: str) -> dict[str, str]:
     }
 
 
-_KERNELS = {  # kernel -> implementation -> the module that holds a function of that name
+# kernel -> implementation -> the module with a function of that name
+_KERNELS = {
     "add_norm": _in_torch("rows"),
     "align_copy": {
         name: f"kvgraft.kernels.{name}.align" for name in ("reference", "cpu", "triton")
@@ -56,14 +58,15 @@ _KERNELS = {  # kernel -> implementation -> the module that holds a function of 
     "write_rows": _in_torch("rows"),
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of quantised caches
+# dtypes of quantised caches
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @cache
 def kernel(name: str, device_type: str, implementation: str | None = None) -> Callable[..., Any]:
-    """The implementation of a kernel that the caller names, else the one for the device.
+    """Return the implementation of a kernel that the caller names, else the one for the device.
 
-    Triton serves CUDA; the plain torch of `cpu` serves every other device, and CUDA without Triton.
+    Triton serves CUDA. The plain torch of `cpu` serves every other device, and CUDA without Triton.
 
     Raises:
         ValueError: no such kernel, or it has no such implementation.
@@ -85,7 +88,7 @@ def _has_triton(device_type: str) -> bool:
 
 
 def generates(device_type: str, implementation: str | None = None) -> bool:
-    """Whether generated kernels run: with `triton`, by default on CUDA with Triton."""
+    """Return whether generated kernels run: with `triton`, and by default on CUDA with Triton."""
     return implementation == "triton" or (implementation is None and _has_triton(device_type))
 
 
@@ -101,9 +104,10 @@ def generated(
     arguments.
 
     Args:
-        name: of its function.
+        text: source of a module.
+        name: name of the kernel function in it.
         tensors: inputs and outputs; without blocks the first is [S, ...].
-        blocks: table int64 [S, B] of rows, and how many of them each sequence has.
+        blocks: table int64 [S, B] of rows, and the number of blocks of each sequence.
         tile: blocks that a program takes at a time; 0 without blocks.
         heads: Hkv of keys and values [blocks, Hkv, b, d].
     """
@@ -118,14 +122,15 @@ def generated_choice(
     `kvgraft.decode.fused.Choice`.
 
     Args:
-        name: of its function.
-        tensors: inputs, and caches that it changes.
-        blocks: table int64 [S, B] of rows, tokens of each sequence int64 [S], and full blocks of
-            the longest.
-        width: pages of a sequence that are chosen at most.
+        text: source of a module.
+        name: name of the kernel function in it.
+        tensors: inputs, and caches that the kernel changes.
+        blocks: table int64 [S, B] of rows, tokens of each sequence int64 [S], and the number of
+            full blocks of the longest sequence.
+        width: maximum number of pages that are chosen for a sequence.
 
     Returns:
-        As of `page_topk`.
+        Tables and lengths as of `page_topk`.
     """
     run = kernel("generated_choice", blocks[0].device.type, "triton")
     tables, lengths = run(text, name, tensors, blocks, width)
@@ -143,20 +148,20 @@ def align_copy(
     *,
     implementation: str | None = None,
 ) -> None:
-    """Copy tokens to other slots and turn their keys by R(new - old); values move unchanged
+    """Copy tokens to other slots and rotate their keys by R(new - old); values move unchanged
     (SparseX, section 3.1).
 
     For every layer, in place: `keys[layer, target] = rotate(keys[layer, source])` and
-    `values[layer, target] = values[layer, source]`. All tokens of a step, of any number of
-    requests, go in one call.
+    `values[layer, target] = values[layer, source]`. One call takes all tokens of a step, of any
+    number of requests.
 
     Args:
         keys, values: [L, num_slots, Hkv, D], the paged pool; float32, bfloat16 or float16, each row
-            [D] contiguous. No values where the keys serve as such (MLA).
-        layers: the layers to copy, within [0, L).
+            [D] contiguous. `values` is None where the keys also serve as values (MLA).
+        layers: layers to copy, within [0, L).
         source, target: slots, int64 [n], valid and disjoint: no target may be a source or appear
             twice (not checked).
-        cos, sin: of the shifts `new - old`, float32 [n, D / 2] (`Rope.table`).
+        cos, sin: tables of the shifts `new - old`, float32 [n, D / 2] (`Rope.table`).
         implementation: reference | cpu | triton; by default the device decides.
 
     Raises:
@@ -181,21 +186,21 @@ def align_paged(
     interleaved: bool = False,
     implementation: str | None = None,
 ) -> None:
-    """As `align_copy`, for caches of which each layer is a tensor of its own, pages of rows: all
-    layers in one call.
+    """Copy tokens of all layers as `align_copy` does, for caches with one tensor of pages per
+    layer.
 
-    A row is what is kept of a token for one head, keys and whatever is kept beside them. Some of
-    its channels turn, all others move unchanged. A scale that all numbers of a cache share makes no
+    A row holds what the cache keeps of a token for one head: keys and any other channels. Some
+    channels rotate, all others move unchanged. A scale common to all numbers of a cache makes no
     difference.
 
     Args:
-        caches: a layer each, [pages, Hkv, b, W], alike but for where they lie: float32, bfloat16,
-            float16 or 8-bit floats, with any strides, the last being 1.
+        caches: one tensor per layer, [pages, Hkv, b, W], with equal shape, strides, dtype and
+            device. float32, bfloat16, float16 or 8-bit floats; the last stride must be 1.
         source, target: slots, page * b + offset, int64 [n], valid and disjoint (not checked).
-        cos, sin: of the shifts `new - old`, float32 [n, R / 2]; none turn if R is 0.
-        first: of the R channels that turn.
-        interleaved: whether channel 2i of these turns with 2i + 1, not i with the one in the other
-            half.
+        cos, sin: tables of the shifts `new - old`, float32 [n, R / 2]; no channel rotates if R is
+            0.
+        first: first of the R channels that rotate.
+        interleaved: pair channel 2i of these with 2i + 1, instead of i with i + R / 2.
         implementation: reference | cpu | triton; by default the device decides.
 
     Raises:
@@ -203,23 +208,28 @@ def align_paged(
     """
     if not caches or not source.numel():
         return
+
     cache, n = caches[0], source.numel()
+
     for other in caches:
         form = other.shape, other.stride(), other.dtype, other.device
         if form != (cache.shape, cache.stride(), cache.dtype, cache.device):
             raise ValueError(
                 f"{_describe(other)}: layers must be alike, the first is {_describe(cache)}"
             )
+
     if cache.dim() != 4 or cache.stride(-1) != 1 or cache.dtype not in (*_DTYPES, *_CODES):
         raise ValueError(
             f"{_describe(cache)}, strides {cache.stride()}: caches must be [pages, Hkv, b, W] in "
             f"{_DTYPES}"
         )
+
     half = cos.shape[-1]
     if not 0 <= first <= first + 2 * half <= cache.shape[-1]:
         raise ValueError(
             f"channels {first} to {first + 2 * half} turn: rows have {cache.shape[-1]}"
         )
+
     _check_moves(cache.device, n, half, source=source, target=target, cos=cos, sin=sin)
     kernel("align_paged", cache.device.type, implementation)(
         caches, source, target, cos, sin, first, interleaved
@@ -238,19 +248,20 @@ def segpaged_attention(
     *,
     implementation: str | None = None,
 ) -> Tensor:
-    """Causal attention of scattered queries to what each KV head keeps of their prompts (RedKnot,
-    Algorithm 2).
+    """Causal attention of scattered queries to the tokens that each KV head keeps of their prompts
+    (RedKnot, Algorithm 2).
 
-    One call serves all heads of a layer and all prompts of a step, in prefill and decode; a head
-    reads the pages of its own list and no others. With one list that all heads follow it is varlen
-    paged attention.
+    One call serves all heads of a layer and all prompts of a step, in prefill and decode. A head
+    reads only the pages of its own list. With one list for all heads this is varlen paged
+    attention.
 
     Args:
         query: [n, Hq, d], rows as in `layout`; Hq is a multiple of Hkv (GQA).
         keys, values: [streams, num_slots, d], the pool.
-        heads: where the layer's KV heads lie and what they see.
-        scale: of the logits, usually d ** -0.5.
-        output: where the result goes, contiguous; by default it is made.
+        heads: streams, page lists and visibility of the layer's KV heads.
+        layout: queries, and the places of their contexts in the pool.
+        scale: factor of the logits, usually d ** -0.5.
+        output: contiguous tensor for the result; by default a new one.
         implementation: reference | cpu | triton; by default the device decides.
 
     Returns:
@@ -279,9 +290,9 @@ def attention_mass(
         query: [n, Hq, d] at `positions` int64 [n], ascending in each prompt.
         keys: [T, Hkv, d] of positions 0.. of each prompt; key j is visible to query i of its prompt
             if j <= positions[i].
-        scale: of the logits, usually d ** -0.5.
+        scale: factor of the logits, usually d ** -0.5.
         reduction: sum | max over queries and heads.
-        counts: queries and keys of each prompt, which lie end to end; by default there is one.
+        counts: queries and keys of each prompt; prompts lie end to end. By default there is one.
         implementation: reference | cpu | triton; by default the device decides.
 
     Returns:
@@ -313,22 +324,22 @@ def block_sparse_attention(
     *,
     implementation: str | None = None,
 ) -> Tensor:
-    """Attention of one query token a sequence to some of its blocks, each KV head a sequence with a
-    table of its own.
+    """Attention of one query token per sequence to some of its blocks. Each KV head is a sequence
+    with its own table.
 
-    What a paged decode kernel does for one KV head: any that takes tables and lengths can serve in
-    its place.
+    Any paged decode kernel that takes tables and lengths could replace it.
 
     Args:
         query: [S, g, d], the queries of a KV head.
-        keys: [pages, b, d], or [blocks, Hkv, b, d] with any strides, of which page p is head p %
-            Hkv of block p // Hkv; values: the same, of dv channels.
-        tables: int64 [S, m], pages of the blocks, the one that is not full last; any page behind
-            it.
-        lengths: int64 [S], tokens in these blocks; zeros come of none.
-        scale: of the logits, usually d ** -0.5.
-        bound: at least `lengths`, where several calls shall share the plan of how programs share
-            the work.
+        keys: [pages, b, d], or [blocks, Hkv, b, d] with any strides, in which page p is head p %
+            Hkv of block p // Hkv.
+        values: the same as `keys`, with dv channels.
+        tables: int64 [S, m], pages of the blocks. A partly filled block is the last; any page may
+            follow.
+        lengths: int64 [S], tokens in these blocks; the result is zero for 0.
+        scale: factor of the logits, usually d ** -0.5.
+        bound: upper bound of `lengths`, if several calls share the plan that divides the work among
+            programs.
         implementation: reference | cpu | triton; by default the device decides.
 
     Returns:
@@ -349,23 +360,23 @@ def radix_topk(
     remap: bool = True,
     implementation: str | None = None,
 ) -> Tensor:
-    """The k best columns of each row (Vortex, section 5.2): histograms of digits narrow down where
-    the k-th best is.
+    """The k best columns of each row (Vortex, section 5.2). Histograms of digits narrow down the
+    k-th best score.
 
     Args:
-        scores: float32 [S, n]; columns that are scored minus infinity are never chosen.
-        lengths: int64 [S], columns that each row has.
+        scores: float32 [S, n]; columns with a score of minus infinity are never chosen.
+        lengths: int64 [S], columns of each row.
         k: at least 1.
-        tolerance: share of k that may be taken at random from the bin of the k-th best: then the
-            bin is not refined. 0 is exact, 1 looks at one digit.
-        remap: the first digit is of where the score lies between the least and the greatest, so
-            that bins hold about as many as they do elsewhere, whatever the distribution; else of
-            its bits (section 11.2).
+        tolerance: share of k that may come at random from the bin of the k-th best; the bin is then
+            not refined. 0 is exact, 1 looks at one digit.
+        remap: take the first digit from the place of the score between the least and the greatest,
+            so that bins are equally full for most distributions. Otherwise take it from the score's
+            bits (section 11.2).
         implementation: reference | cpu | triton; by default the device decides. The reference is
             always exact.
 
     Returns:
-        int64 [S, k], in no order, -1 at the end where a row has less.
+        int64 [S, k], unordered; -1 at the end of rows with fewer columns.
 
     Raises:
         ValueError: a k or a tolerance out of range.
@@ -394,24 +405,24 @@ def page_topk(
     *,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k best blocks of each sequence beside those that are always attended to, as paged
-    attention takes them.
+    """The k best blocks of each sequence, and the blocks that are always attended to, as tables for
+    paged attention.
 
     Args:
-        scores: float32 [S, B] with any distance from row to row; columns that are scored minus
-            infinity, or that a sequence has no full block for, are never chosen.
+        scores: float32 [S, B] with any row stride. Never chosen are columns with a score of minus
+            infinity, and columns without a full block.
         rows: int64 [S, >= blocks], the page of each block.
-        tokens: int64 [S], of each sequence.
+        tokens: int64 [S], tokens of each sequence.
         size: tokens of a block.
-        always: how many blocks at the beginning and at the end, the one that is being filled among
-            them.
+        always: number of blocks at the beginning and at the end that are always attended to. The
+            partly filled block is one of the latter.
         k, tolerance: as of `radix_topk`.
         implementation: reference | triton; by default the device decides. The reference is always
             exact.
 
     Returns:
-        Tables int64 [S, n], pages in order, then the last one again, and the tokens in them, int64
-        [S].
+        Tables int64 [S, n], pages in order, then the last one repeated, and the tokens in them,
+        int64 [S].
     """
     run = kernel("page_topk", scores.device.type, implementation)
     tables, lengths = run(scores, rows, tokens, size, always, k, tolerance)
@@ -419,6 +430,7 @@ def page_topk(
 
 
 def _check_pool(keys: Tensor, values: Tensor | None, layers: range) -> None:
+    """Raise ValueError unless pool and layers are allowed for `align_copy`."""
     if keys.dim() != 4 or keys.shape[-1] % 2 or keys.dtype not in _DTYPES:
         raise ValueError(
             f"{_describe(keys)}: keys must be [L, slots, Hkv, even D] of one of {_DTYPES}"
@@ -433,7 +445,9 @@ def _check_pool(keys: Tensor, values: Tensor | None, layers: range) -> None:
 
 
 def _check_moves(device: torch.device, n: int, half: int, **given: Tensor) -> None:
-    """Slots [n] and tables [n, half]."""
+    """Raise ValueError unless slots are int64 [n] and tables float32 [n, half], contiguous on the
+    device.
+    """
     for name, tensor in given.items():
         shape, dtype = ((n, half), torch.float32) if name in ("cos", "sin") else ((n,), torch.int64)
         if (

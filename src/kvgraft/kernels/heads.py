@@ -1,4 +1,4 @@
-"""Which rows of the paged pool hold the KV heads of a layer, and what these see."""
+"""Rows of the paged pool that hold the KV heads of a layer, and the tokens that these heads see."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,8 +7,9 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class HeadSet:
-    """KV heads of one layer that follow one page list and see all that it holds, from consecutive
-    streams."""
+    """KV heads of one layer in consecutive streams that follow one page list and see all its
+    tokens.
+    """
 
     heads: tuple[int, ...]
     streams: slice
@@ -16,20 +17,23 @@ class HeadSet:
 
     @property
     def places(self) -> slice | tuple[int, ...]:
-        """Where tensors of all heads have these: a slice where they follow each other, for which no
-        index has to be brought to a device."""
+        """Index of these heads in tensors of all heads.
+
+        It is a slice if the heads are consecutive, because a slice needs no index tensor on the
+        device.
+        """
         first, last = self.heads[0], self.heads[-1]
         return slice(first, last + 1) if self.heads == tuple(range(first, last + 1)) else self.heads
 
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """Where the KV heads of one layer lie, and what they see (RedKnot, section 4.3).
+    """Places of the KV heads of one layer, and the tokens that they see (RedKnot, section 4.3).
 
     Attributes:
-        streams: the row of the pool that holds each head's tokens.
-        page_lists: the page list that each head follows (row of `Context.slots`).
-        local: whether it sees only the sinks and the window of the layout.
+        streams: row of the pool that holds each head's tokens.
+        page_lists: page list of each head (row of `Context.slots`).
+        local: True for a head that sees only the sinks and the window of the layout.
     """
 
     streams: tuple[int, ...]
@@ -38,12 +42,12 @@ class LayerHeads:
 
     @cached_property
     def windowed(self) -> tuple[int, ...]:
-        """The heads that see sinks and a window."""
+        """Heads that see sinks and a window."""
         return tuple(head for head, is_local in enumerate(self.local) if is_local)
 
     @cached_property
     def whole(self) -> tuple[HeadSet, ...]:
-        """The others, in as few sets as possible."""
+        """Heads that see all tokens, in as few sets as possible."""
         return self.sets([head for head, is_local in enumerate(self.local) if not is_local])
 
     @cached_property
@@ -52,7 +56,7 @@ class LayerHeads:
         return self.sets(range(len(self.streams)))
 
     def sets(self, heads: Sequence[int]) -> tuple[HeadSet, ...]:
-        """These heads, by page list and consecutive streams."""
+        """Return sets of these heads, each with one page list and consecutive streams."""
         runs: list[list[int]] = []
         for head in sorted(heads, key=lambda head: (self.page_lists[head], self.streams[head])):
             before = runs[-1][-1] if runs else head

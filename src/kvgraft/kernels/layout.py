@@ -1,5 +1,4 @@
-"""Which queries an attention call serves, and where the context of each KV head lies in the paged
-pool."""
+"""Queries of an attention call, and the places of their contexts in the paged pool."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,26 +15,30 @@ from kvgraft.kernels.memoised import forget, memoised
 from kvgraft.kernels.upload import upload
 
 LONG_RUN = 256  # queries
-LONG_CONTEXT = 4096  # tokens; in a decode step no other prompt is padded to it
-TILE_ROWS = 32  # queries that attention kernels take at a time
-WINDOW_ROWS = 128  # positions whose queries read their windows together, at most
+# tokens; in a decode step no other prompt is padded to a context of this length
+LONG_CONTEXT = 4096
+# queries that attention kernels take at a time
+TILE_ROWS = 32
+# maximum number of positions whose queries read their windows together
+WINDOW_ROWS = 128
 
 
 def in_window(tokens: Tensor, at: Tensor, sinks: int, window: int) -> Tensor:
-    """bool, of the broadcast shape: whether a local head's query at position `at` sees these tokens
-    (RedKnot, 4.2)."""
+    """Return whether a local head's query at position `at` sees these tokens: bool, of the
+    broadcast shape (RedKnot, 4.2).
+    """
     return (tokens <= at) & ((tokens < sinks) | (tokens > at - window))
 
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """The queries of one prompt.
+    """Queries of one prompt.
 
     Attributes:
         positions: int64 [n] on the CPU, ascending; query i attends to positions 0..positions[i].
         slots: int64 [page lists, >= positions[-1] + 1] on the pool's device: the slot of each
-            position (expanded block tables), -1 where a list has given the page back: no head that
-            follows it sees that token.
+            position (expanded block tables). -1 where a list has released the page, because no head
+            of that list sees the token.
     """
 
     positions: Tensor
@@ -43,7 +46,7 @@ class Context:
 
     @property
     def seen(self) -> int:
-        """Tokens up to the last query."""
+        """Number of tokens up to the last query."""
         return int(self.positions[-1]) + 1
 
     @cached_property
@@ -56,9 +59,10 @@ class Context:
     def chunks(self) -> list[tuple[int, int]]:
         """Half-open query ranges that attend together, to all keys up to the last query's position.
 
-        The beginning of the prompt is one chunk (a plain causal triangle), other long runs are cut
-        evenly. Scattered queries share a chunk until the keys read in vain outweigh what a larger
-        matrix product saves."""
+        The beginning of the prompt is one chunk (a plain causal triangle). Other long runs are cut
+        evenly. Scattered queries share a chunk while a larger matrix product saves more than the
+        unneeded keys cost.
+        """
         chunks: list[tuple[int, int]] = []
         scattered: list[int] = []
         for start, stop in self.runs:
@@ -73,8 +77,10 @@ class Context:
         return chunks + self._gather(scattered)
 
     def _gather(self, rows: list[int]) -> list[tuple[int, int]]:
+        """Return chunks of scattered query rows."""
         positions = self.positions[rows].tolist()
-        chunks, first, wasted = [], 0, 0  # wasted: keys that the open chunk reads in vain
+        # wasted: keys that the open chunk reads but does not need
+        chunks, first, wasted = [], 0, 0
         for number in range(1, len(rows)):
             size, position = number - first, positions[number]
             more = size * (position - positions[number - 1])
@@ -91,20 +97,23 @@ class Context:
 
     @cached_property
     def device_positions(self) -> Tensor:
-        """`positions` beside the pool."""
+        """`positions` on the pool's device."""
         return upload(self.slots.device, self.positions)[0]
 
     @memoised
     def kept(self, page_list: int) -> tuple[Tensor, Tensor]:
-        """Tokens up to the last query that a list holds, and their slots: int64 [t] each,
-        ascending."""
+        """Return the tokens up to the last query that a list holds, and their slots: int64 [t]
+        each, ascending.
+        """
         slots = self.slots[page_list, : self.seen]
         tokens = (slots >= 0).nonzero()[:, 0]
         return tokens, slots[tokens]
 
     @memoised
     def stretch(self, page_list: int) -> slice | None:
-        """Where the tokens that a list holds lie in the pool, if in one stretch and in order."""
+        """Return the slice of the pool that holds the tokens of a list, or None if they are not
+        consecutive and in order.
+        """
         slots = self.kept(page_list)[1]
         first, last = int(slots[0]), int(slots[-1])
         together = last - first + 1 == slots.numel() and bool((slots.diff() == 1).all())
@@ -113,14 +122,15 @@ class Context:
 
 @dataclass(frozen=True, eq=False)
 class WindowTiles:
-    """Queries that read their windows together: w tiles of at most r queries and k tokens each,
-    padded, for h heads.
+    """Queries that read their windows together: w tiles for h heads, padded to r queries and k
+    tokens.
 
     Attributes:
-        rows: int64 [w, r], the query rows; all rows in order where `real` bool [w, r] is set.
-        slots: int64 [h, w, k]; padding repeats a slot that is in use, so that no page without
-            content is ever read.
-        visible: bool [w, h, r, k], or [w, 1, r, k] where all heads see the same.
+        rows: int64 [w, r], the query rows; where `real` is set, all rows in order.
+        real: bool [w, r], False for padding.
+        slots: int64 [h, w, k]; padding repeats a slot in use, so that pages without content are
+            never read.
+        visible: bool [w, h, r, k], or [w, 1, r, k] if all heads see the same tokens.
     """
 
     rows: Tensor
@@ -131,10 +141,10 @@ class WindowTiles:
 
 @dataclass(frozen=True, eq=False)
 class PassRows:
-    """The queries of a prefill pass, as a host brings them beside the pool.
+    """Queries of a prefill pass, as tensors that a host has uploaded to the pool's device.
 
     Attributes:
-        positions, query_slots, stacked_slots: as of `AttentionLayout`.
+        positions, query_slots, stacked_slots: see `AttentionLayout`.
     """
 
     positions: Tensor
@@ -144,13 +154,14 @@ class PassRows:
 
 @dataclass(frozen=True, eq=False)
 class StepRows:
-    """A query of each prompt, as a host that knows all positions brings them beside the pool.
+    """One query of each prompt, as tensors that a host has uploaded to the pool's device. The host
+    knows all positions.
 
     Attributes:
         positions: int64 [n].
-        query_slots: int64 [page lists, n], where their keys and values belong.
-        pages: int64 [n, page lists, blocks], any page behind the last block, -1 where a list has
-            given one back.
+        query_slots: int64 [page lists, n], slots for the queries' own keys and values.
+        pages: int64 [n, page lists, blocks], any page after the last block, -1 where a list has
+            released one.
         block_size: tokens of a page.
     """
 
@@ -160,31 +171,32 @@ class StepRows:
     block_size: int
 
     def part(self, rows: Tensor) -> "StepRows":
-        """Some of them, int64 [m]."""
+        """Return some of the queries, rows int64 [m]."""
         return StepRows(
             self.positions[rows], self.query_slots[:, rows], self.pages[rows], self.block_size
         )
 
     @cached_property
     def stacked_slots(self) -> Tensor:
-        """As of `AttentionLayout`; those of a page that has been given back are below 0, too."""
+        """Slots as of `AttentionLayout`; negative also for a released page."""
         offsets = torch.arange(self.block_size, device=self.pages.device)
         return (self.pages[..., None] * self.block_size + offsets).flatten(2).int()
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayout:
-    """Queries of several prompts, their rows end to end; serves all layers of a step.
+    """Queries of several prompts, rows end to end; serves all layers of a step.
 
-    Any set of positions is a sequence of *runs* (consecutive positions), and each run is one
-    pseudo-sequence of a stock varlen paged causal attention: `query_len = len(run)`, `seq_len =
-    last position + 1`, the prompt's block table.
+    Any set of positions is a sequence of *runs* (consecutive positions). Each run is one
+    pseudo-sequence of varlen paged causal attention: `query_len = len(run)`, `seq_len = last
+    position + 1`, the prompt's block table.
 
     Attributes:
-        contexts: none in a decode step of which only the device knows where its queries stand.
-        sinks, window: what local heads see: the first tokens of a prompt, and the last ones up to
+        contexts: queries of each prompt; empty in a decode step whose positions only the device
+            knows.
+        sinks, window: number of tokens that local heads see at the beginning of a prompt, and up to
             the query's own.
-        on_device: the same as tensors beside the pool, if a host has brought them there together.
+        on_device: the same as tensors on the pool's device, if a host has uploaded them together.
     """
 
     contexts: tuple[Context, ...]
@@ -201,14 +213,15 @@ class AttentionLayout:
         window: int = 1,
         on_device: PassRows | None = None,
     ) -> "AttentionLayout":
-        """Pair positions [n_i] with the slots of their prompts; prompts without queries drop
-        out."""
+        """Pair positions [n_i] with the slots of their prompts. Prompts without queries are left
+        out.
+        """
         pairs = zip(positions, slots, strict=True)
         return cls(tuple(Context(p, s) for p, s in pairs if p.numel()), sinks, window, on_device)
 
     @memoised
     def part(self, contexts: tuple[int, ...]) -> "AttentionLayout":
-        """The queries of some prompts."""
+        """Return the layout of some prompts' queries."""
         if len(contexts) == len(self.contexts):
             return self
         steps = None
@@ -222,12 +235,12 @@ class AttentionLayout:
 
     @property
     def decodes(self) -> bool:
-        """Whether every prompt has one query."""
+        """True if every prompt has one query."""
         return all(context.positions.numel() == 1 for context in self.contexts)
 
     @cached_property
     def rows(self) -> tuple[slice, ...]:
-        """The query rows of each context."""
+        """Query rows of each context."""
         if isinstance(self.on_device, StepRows):
             return tuple(slice(row, row + 1) for row in range(len(self.on_device.positions)))
         stops = np.cumsum([c.positions.numel() for c in self.contexts]).tolist()
@@ -235,23 +248,23 @@ class AttentionLayout:
 
     @cached_property
     def query_slots(self) -> Tensor:
-        """int64 [page lists, n]: the slot of every query's own token, where its key and value
-        belong."""
+        """Slot of each query's own token, for its key and value: int64 [page lists, n]."""
         if self.on_device is not None:
             return self.on_device.query_slots
         return joined([c.slots[:, c.device_positions] for c in self.contexts], 1)
 
     @cached_property
     def query_positions(self) -> Tensor:
-        """int64 [n] on the pool's device: the position of every query."""
+        """Position of each query, int64 [n] on the pool's device."""
         if self.on_device is not None:
             return self.on_device.positions
         return joined([c.device_positions for c in self.contexts])
 
     @cached_property
     def stacked_slots(self) -> Tensor:
-        """int32 [contexts, page lists, T]: the slots of all contexts, whatever behind their last
-        tokens."""
+        """Slots of all contexts, int32 [contexts, page lists, T]; any values after a context's last
+        token.
+        """
         if self.on_device is not None:
             return self.on_device.stacked_slots
         longest = max(context.seen for context in self.contexts)
@@ -264,7 +277,7 @@ class AttentionLayout:
 
     @memoised
     def long_runs(self, least: int) -> LongRuns | None:
-        """The runs of at least so many queries, if there are any."""
+        """Return the runs of at least `least` queries, or None if there are none."""
         if self.decodes:
             return None
         runs, first_keys, slots = [], 0, []
@@ -284,11 +297,12 @@ class AttentionLayout:
     def query_tiles(
         self, size: int, runs: LongRuns | None = None, with_runs: bool = True
     ) -> Tensor:
-        """Return int32 [tiles, 5]: at most `size` queries of one context each.
+        """Return int32 [tiles, 5]: tiles of at most `size` queries of one context each.
 
-        A tile has its context, its first row, its rows, whether they are of a run in `runs`, and
-        its first row among those of all tiles. Without `with_runs` the queries of runs are left
-        out."""
+        The columns are the context, the first row, the number of rows, whether the rows are in
+        `runs`, and the first row among those of all tiles. Without `with_runs` the queries of runs
+        are left out.
+        """
         if self.decodes:
             return _step_tiles(len(self.rows), self.query_positions.device)
         inside = {run.start: run.stop for run in runs.runs} if runs else {}
@@ -311,18 +325,22 @@ class AttentionLayout:
 
     @memoised
     def room(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory that all layers of a step overwrite in turn: to have it anew would cost more than
-        to fill it."""
+        """Return a buffer that all layers of a step overwrite in turn. A new buffer would cost more
+        than filling it.
+        """
         return torch.empty(shape, dtype=dtype, device=self.query_positions.device)
 
     def give_room_back(self) -> None:
-        """Where layers compute several layouts in turn, which would all keep theirs."""
+        """Release the buffers of `room`. Layers that compute several layouts in turn call it, so
+        that not all layouts keep theirs.
+        """
         forget(self, "room")
 
     @cached_property
     def decode_buckets(self) -> list[tuple[int, ...]]:
-        """One query a prompt: the contexts of similar length, which are padded together; long ones
-        stay alone."""
+        """Contexts of similar length that are padded together in a decode step. Long ones stay
+        alone.
+        """
         buckets: dict[tuple[int, int], list[int]] = {}
         for row, context in enumerate(self.contexts):
             alone = row if context.seen >= LONG_CONTEXT else -1
@@ -331,9 +349,12 @@ class AttentionLayout:
 
     @memoised
     def padded(self, rows: tuple[int, ...], page_list: int) -> tuple[Tensor, Tensor | None]:
-        """Slots [b, T] of the tokens that a list holds for these contexts, and which are no
-        padding: bool [b, T], or None if there is none. Padding repeats a slot of the same
-        prompt."""
+        """Return the slots of the tokens that a list holds for these contexts, padded.
+
+        Returns:
+            Slots int64 [b, T], where padding repeats a slot of the same prompt; and bool [b, T],
+            False for padding, or None for a single context.
+        """
         kept = [self.contexts[row].kept(page_list)[1] for row in rows]
         counts = torch.tensor([slots.numel() for slots in kept], device=kept[0].device)
         longest = int(counts.max())
@@ -343,7 +364,9 @@ class AttentionLayout:
 
     @memoised
     def windows(self, page_lists: tuple[int, ...]) -> WindowTiles:
-        """The sinks and windows of all queries in several heads, by the list that each follows."""
+        """Return the sinks and windows of all queries in several heads; `page_lists` has the list
+        of each head.
+        """
         tiles = [self._window_slots(page_list) for page_list in page_lists]
         alike = all(visible is tiles[0][1] or visible.equal(tiles[0][1]) for _, visible in tiles)
         visible = torch.stack([visible for _, visible in tiles[: 1 if alike else None]], dim=1)
@@ -352,7 +375,9 @@ class AttentionLayout:
 
     @memoised
     def _window_slots(self, page_list: int) -> tuple[Tensor, Tensor]:
-        """Slots [w, k] of the tiles as a list holds them, and what is visible there [w, r, k]."""
+        """Return the slots of the tiles in a list, int64 [w, k], and the tokens visible there, bool
+        [w, r, k].
+        """
         rows, _, owners, tokens, visible = self._windows
         slots = torch.stack(
             [self.contexts[c].slots[page_list, t] for c, t in zip(owners, tokens, strict=True)]
@@ -363,8 +388,9 @@ class AttentionLayout:
 
     @cached_property
     def _windows(self) -> tuple[Tensor, Tensor, list[int], Tensor, Tensor]:
-        """What the tiles of all lists share: rows, real, owning contexts, tokens int64 [w, k],
-        visible."""
+        """Parts of the tiles that all lists share: rows, real, owning contexts, tokens int64 [w,
+        k], visible.
+        """
         cuts = [
             (number, first, last)
             for number, context in enumerate(self.contexts)
@@ -399,7 +425,7 @@ def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 @cache
 def _step_tiles(count: int, device: torch.device) -> Tensor:
-    """`query_tiles` of a decode step."""
+    """Return the `query_tiles` of a decode step."""
     return upload(
         device, torch.tensor([(row, row, 1, False, row) for row in range(count)], dtype=torch.int32)
     )[0]

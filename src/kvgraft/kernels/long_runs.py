@@ -14,8 +14,9 @@ from kvgraft.kernels.upload import upload
 class Run:
     """Queries of consecutive positions: rows `start` to `stop` of a layout.
 
-    The last of them sees `num_keys` tokens of its prompt, which begin at `first_key` among the
-    tokens of all prompts."""
+    The last query sees `num_keys` tokens of its prompt. They begin at `first_key` among the tokens
+    of all prompts.
+    """
 
     start: int
     stop: int
@@ -24,7 +25,7 @@ class Run:
 
     @property
     def opens(self) -> bool:
-        """Whether the run is the beginning of its prompt."""
+        """True if the run is the beginning of its prompt."""
         return self.stop - self.start == self.num_keys
 
 
@@ -34,11 +35,10 @@ class Sequences:
     the last key.
 
     Attributes:
-        query_starts: int32 [s + 1], the first row of each, and the end of the last.
-        key_starts: int32 [s + 1], the first key of each; sequences of one prompt share it.
-        num_keys: int32 [s], the keys that each has; 0 where it stands for rows that are computed
-            elsewhere.
-        longest_query, longest_keys: of all sequences.
+        query_starts: int32 [s + 1], first row of each sequence, and the end of the last.
+        key_starts: int32 [s + 1], first key of each sequence; sequences of one prompt share it.
+        num_keys: int32 [s], keys of each sequence; 0 for rows that are computed elsewhere.
+        longest_query, longest_keys: maximum over all sequences.
     """
 
     query_starts: Tensor
@@ -50,11 +50,12 @@ class Sequences:
 
 @dataclass(frozen=True, eq=False)
 class LongRuns:
-    """The long runs among the rows of a layout, in order.
+    """Long runs among the rows of a layout, in order.
 
     Attributes:
-        num_rows: of the layout.
-        slots: int64 [page lists, k], of the tokens that the runs see, prompt after prompt.
+        runs: the runs.
+        num_rows: rows of the layout.
+        slots: int64 [page lists, k], slots of the tokens that the runs see, prompt after prompt.
     """
 
     runs: tuple[Run, ...]
@@ -63,17 +64,20 @@ class LongRuns:
 
     @memoised
     def tiles(self, size: int) -> int:
-        """How many tiles of so many queries the runs have."""
+        """Return the number of tiles of `size` queries in the runs."""
         return sum(-(-(run.stop - run.start) // size) for run in self.runs)
 
     @memoised
     def sequences(self, triangle: int) -> Sequences | None:
-        """All runs but the openings of at least `triangle` queries, and what lies between them;
-        None without runs."""
+        """Return all runs and the rows between them as sequences, or None without runs.
+
+        Openings of at least `triangle` queries are left out.
+        """
         chosen = [run for run in self.runs if not (run.opens and run.num_keys >= triangle)]
         if not chosen:
             return None
-        found, row = [], 0  # first row, first key, keys
+        # found: first row, first key, number of keys
+        found, row = [], 0
         for run in chosen:
             if run.start > row:
                 found.append((row, 0, 0))
@@ -88,7 +92,7 @@ class LongRuns:
 
     @cached_property
     def other_rows(self) -> Tensor:
-        """int32, the rows that are in none of the runs."""
+        """Rows that are in none of the runs, int32."""
         edges = [0, *(edge for run in self.runs for edge in (run.start, run.stop)), self.num_rows]
         parts = [
             torch.arange(a, b, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Methods whose results live as long as their object."""
+"""Methods whose results are cached as long as their object lives."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -9,8 +9,7 @@ Result = TypeVar("Result")
 
 
 def memoised(method: Callable[P, Result]) -> Callable[P, Result]:
-    """A method that is called once for each set of (positional, hashable) arguments, as long as its
-    object lives."""
+    """Cache the results of a method in its object, by its positional, hashable arguments."""
 
     @wraps(method)
     def remembered(*given: P.args, **none: P.kwargs) -> Result:
@@ -25,7 +24,7 @@ def memoised(method: Callable[P, Result]) -> Callable[P, Result]:
 
 
 def forget(owner: object, method: str) -> None:
-    """Let go of what this memoised method of an object has returned so far."""
+    """Drop the cached results of a memoised method of an object."""
     known: dict[Any, Any] = vars(owner).get("_memoised", {})
     for key in [key for key in known if key[0] == method]:
         del known[key]

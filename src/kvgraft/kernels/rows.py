@@ -1,6 +1,7 @@
-"""What a decoder layer does to rows beside matrices and attention: one launch each on CUDA.
+"""Row operations of a decoder layer, apart from matrix products and attention: one launch each on
+CUDA.
 
-The tensors come from the engine, so that only what differs between calls is checked.
+The tensors come from the engine, so only properties that differ between calls are checked.
 """
 
 from torch import Tensor
@@ -22,7 +23,8 @@ def norm_rotate(
 
     Args:
         heads: [n, H, d]; the last dimension is contiguous.
-        weight: [H, d] of the norm; None leaves it out.
+        weight: [H, d], the norm's weight; None skips the norm.
+        eps: epsilon of the norm.
         cos, sin: float32 [n, d / 2], contiguous.
         implementation: reference | triton; by default the device decides.
 
@@ -46,9 +48,10 @@ def write_rows(
     """Store keys and values of one layer in the pool.
 
     Args:
-        pools: keys and values, or keys alone (MLA), [streams, num_slots, d] each; alike.
-        rows: what is stored in each pool, [n, Hkv, d] with equal strides, the last being 1.
-        heads: which stream and which page list each KV head has.
+        pools: keys and values, or keys alone (MLA), [streams, num_slots, d] each, with equal
+            strides.
+        rows: rows for each pool, [n, Hkv, d] with equal strides, the last being 1.
+        heads: stream and page list of each KV head.
         slots: int64 [page lists, n].
         implementation: reference | triton; by default the device decides.
     """
@@ -65,7 +68,7 @@ def read_rows(
     """Copy keys and values of one layer from the pool.
 
     Args:
-        pools, heads, slots: as in `write_rows`; what is returned for a slot of -1 has no meaning.
+        pools, heads, slots: as in `write_rows`; the result for a slot of -1 has no meaning.
         implementation: reference | triton; by default the device decides.
 
     Returns:
@@ -97,7 +100,7 @@ def add_norm(
 
 
 def silu_mul(gate_up: Tensor, *, implementation: str | None = None) -> Tensor:
-    """SwiGLU of gate and up side by side, [n, 2 F] -> [n, F]; may overwrite its input.
+    """SwiGLU of gate and up in one tensor, [n, 2 F] -> [n, F]; may overwrite its input.
 
     Args:
         implementation: reference | triton; by default the device decides.

@@ -1,16 +1,17 @@
-"""Uploads that a host does not wait for."""
+"""Uploads to a device that do not block the host."""
 
 import torch
 from torch import Tensor
 
-ALIGNED = 16  # bytes, at which each tensor of an upload begins
+# alignment of each tensor in an upload, in bytes
+ALIGNED = 16
 
 
 def upload(device: torch.device, *tensors: Tensor) -> list[Tensor]:
-    """Copy CPU tensors to `device` in one transfer from pinned memory; what is there already is
-    returned as it is.
+    """Copy CPU tensors to `device` in one transfer from pinned memory. Tensors on the device are
+    returned unchanged.
 
-    From pageable memory, CUDA may first wait for what runs on the stream.
+    From pageable memory, CUDA may first wait for the work on the stream.
     """
     if device.type != "cuda" or not any(tensor.is_cpu for tensor in tensors):
         return [tensor.to(device) for tensor in tensors]

@@ -1,5 +1,4 @@
-"""Stages of a decode step that can be watched, to say what each of them costs; they cost nothing
-where nobody does."""
+"""Stages of a decode step whose cost can be watched. Without a watcher they cost nothing."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -8,7 +7,7 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# is given the name of a stage, and entered around it
+# receives the name of a stage, and is entered around it
 Watcher = Callable[[str], AbstractContextManager[object]]
 
 _watchers: list[Watcher] = []
@@ -31,13 +30,13 @@ def watched(stage: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def is_watched() -> bool:
-    """Whether stages of this process are watched now."""
+    """Return whether stages of this process are watched now."""
     return bool(_watchers)
 
 
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
-    """Have this watcher, and no other, entered around every stage of the process."""
+    """Enter this watcher, and no other, around every stage of the process."""
     _watchers.append(watcher)
     try:
         yield

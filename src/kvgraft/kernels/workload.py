@@ -1,8 +1,9 @@
-"""The work of a step in equal shares, whatever the lengths of its sequences (Vortex, section 5.1).
+"""Equal shares of a step's work, for sequences of any lengths (Vortex, section 5.1).
 
-The units of all sequences (tiles of blocks or tokens) lie end to end, and every program takes as
-many consecutive ones: several programs share a long sequence, and one program may have several
-short ones."""
+The units of all sequences (tiles of blocks or tokens) lie end to end. Every program takes the same
+number of consecutive units. Several programs share a long sequence, and one program may have
+several short ones.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,21 +14,26 @@ from torch import Tensor
 from kvgraft.kernels.memoised import memoised
 from kvgraft.kernels.upload import upload
 
-PROGRAMS_PER_CORE = 4  # so that some compute while others wait for memory
-FEW_PROGRAMS = 8  # where programs run in turn
-MOST_PADDING = 0.125  # of a part, beside what is there
-FREE_PADDING = 2048  # entries of a part that take no longer than another call
+# some programs compute while others wait for memory
+PROGRAMS_PER_CORE = 4
+# for devices on which programs run one after the other
+FEW_PROGRAMS = 8
+# padding of a part, as a share of its real entries
+MOST_PADDING = 0.125
+# padding entries of a part that cost no more than another call
+FREE_PADDING = 2048
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """Which units each program takes.
+    """Units that each program takes.
 
     Attributes:
-        chunks: int32 [n, 3], consecutive units of one sequence: the sequence, its first unit, how
-            many; in order. There are `programs + S` of them, of which some may hold nothing.
-        programs: int32 [programs + 1], where the chunks of each program begin among all.
-        sequences: int32 [S + 1], where those of each sequence do: partial results to be joined.
+        chunks: int32 [n, 3], in order. A chunk is consecutive units of one sequence: the sequence,
+            its first unit, and the number of units. There are `programs + S` chunks, some of which
+            may be empty.
+        programs: int32 [programs + 1], first chunk of each program.
+        sequences: int32 [S + 1], first chunk of each sequence, for joining partial results.
     """
 
     chunks: Tensor
@@ -36,35 +42,40 @@ class Workload:
 
     @property
     def num_programs(self) -> int:
-        """Programs that there are, whatever the lengths."""
+        """Number of programs. It does not depend on the lengths."""
         return len(self.programs) - 1
 
     def to(self, device: torch.device) -> "Workload":
-        """The same on a device, in one copy."""
+        """Return the workload on a device, in one copy."""
         return Workload(*upload(device, self.chunks, self.programs, self.sequences))
 
 
 def plan_work(units: Tensor, programs: int) -> Workload:
-    """Shares for so many programs, none more than one unit above the average, where the lengths
-    are: without a synchronisation.
+    """Plan equal shares for `programs` programs, none more than one unit above the average.
+
+    The plan is made on the device of `units`, without a synchronisation.
 
     Args:
-        units: int64 [S], of each sequence; S is at least 1.
+        units: int64 [S], units of each sequence; S is at least 1.
 
     Raises:
         ValueError: no sequence, or no program.
     """
     if not len(units) or programs < 1:
         raise ValueError(f"there must be sequences and programs, got {len(units)} and {programs}")
+
     ends = units.cumsum(0)
     starts, total = ends - units, ends[-1:]
     share = (total + programs - 1) // programs
     begins = (torch.arange(programs, device=units.device) * share).minimum(total)
-    cuts = torch.cat((starts, begins)).sort().values  # a chunk from each to the next
+
+    # each chunk goes from one cut to the next
+    cuts = torch.cat((starts, begins)).sort().values
     sequence = torch.searchsorted(ends, cuts, right=True).clamp(max=len(units) - 1)
     chunks = torch.stack(
         (sequence, cuts - starts[sequence], torch.cat((cuts, total)).diff()), dim=1
     )
+
     bounds = [
         torch.searchsorted(cuts, torch.cat((first, total))).int() for first in (begins, starts)
     ]
@@ -72,7 +83,7 @@ def plan_work(units: Tensor, programs: int) -> Workload:
 
 
 def programs_of(device: torch.device) -> int:
-    """Programs that fill a device."""
+    """Return the number of programs that fill a device."""
     if device.type != "cuda":
         return FEW_PROGRAMS
     return PROGRAMS_PER_CORE * int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -80,13 +91,12 @@ def programs_of(device: torch.device) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """How many entries each sequence of a step has, and the plans that all layers of the step
-    share.
+    """Number of entries of each sequence in a step, and the plans that all layers share.
 
     Attributes:
         counts: int64 [S].
-        known: the same on the CPU, if the host knows them: then it makes the plans, in one copy
-            each.
+        known: the same on the CPU, if the host knows them: then it makes each plan and uploads it
+            in one copy.
     """
 
     counts: Tensor
@@ -94,12 +104,12 @@ class Lengths:
 
     @memoised
     def work(self, unit: int, share: int, plan: Callable[[Tensor, int, int], Workload]) -> Workload:
-        """For units of so many entries, and programs that each of `share` kernels of equal work can
-        have.
+        """Return the plan for units of `unit` entries.
 
         Args:
-            plan: makes a plan on the device of (counts, entries of a unit, programs), if the host
-                does not know them.
+            share: number of kernels of equal work that divide the device's programs.
+            plan: makes a plan on the device from counts, entries of a unit and programs, if the
+                host does not know the counts.
         """
         programs = max(1, programs_of(self.counts.device) // share)
         if self.known is None:
@@ -108,8 +118,12 @@ class Lengths:
 
 
 def parts_of(lengths: Sequence[int]) -> list[tuple[slice, int]]:
-    """Consecutive sequences that batched torch computes together, and the length of the longest: as
-    many as can be without much padding. Parts that are empty are left out."""
+    """Divide sequences into parts that batched torch computes together.
+
+    Returns:
+        Consecutive sequences of each part, and the length of the longest. A part is as large as
+        little padding allows. Empty parts are left out.
+    """
     parts: list[tuple[slice, int]] = []
     first, total, most = 0, 0, 0
     for number, length in enumerate(lengths):

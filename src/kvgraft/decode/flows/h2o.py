@@ -18,7 +18,7 @@ from kvgraft.decode import (
 
 
 class H2O(Flow):
-    """Heavy hitters: blocks by the attention that their mean key has received in all steps so far."""
+    """Heavy hitters: blocks by the attention to their mean key in all steps so far."""
 
     name = "h2o"
 
