@@ -1,13 +1,15 @@
-"""Copy with delta-RoPE ("align") near the speed of a bare copy.
+"""Copy with delta-RoPE ("align"), almost as fast as a copy alone.
 
-Tokens go in chunks, so that what is gathered is still in cache when it is rotated and scattered.
+Tokens are copied in chunks, so that gathered keys are still in the CPU cache when they are rotated
+and scattered.
 """
 
 from torch import Tensor
 
 from kvgraft.kv.rope import by_head, rotate
 
-CHUNK_ELEMENTS = 1 << 18  # of keys: 1 MiB in float32
+# elements of keys in a chunk: 1 MiB in float32
+CHUNK_ELEMENTS = 1 << 18
 
 
 def align_copy(

@@ -1,10 +1,11 @@
-"""SegPagedAttention and Sparse-Q scores from batched matmul and flash attention; also serves CUDA
+"""SegPagedAttention and Sparse-Q scores from batched matmul and flash attention. Also serves CUDA
 without Triton.
 
-Heads that see everything read the pool in place where their tokens lie in one stretch, else from a
+Heads that see all tokens read the pool in place if their tokens are consecutive in it, else from a
 copy made once per layer. Their queries go in chunks of ascending position, and a chunk attends only
-to the keys up to its last query: scattered tokens cost little more than their own share of the
-triangle. Local heads read sinks and windows, in tiles."""
+to the keys up to its last query. So scattered tokens cost little more than their own share of the
+triangle. Local heads read sinks and windows, in tiles.
+"""
 
 from collections.abc import Sequence
 
@@ -15,8 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.layout import LONG_CONTEXT, AttentionLayout, Context, joined
 
-SCORE_ROWS = 16  # queries of all heads whose scores fit the cache
-TILES = 64  # tiles of windows that are copied at a time
+# queries, with all heads, whose scores fit the CPU cache
+SCORE_ROWS = 16
+# tiles of windows that are copied at a time
+TILES = 64
 
 
 def segpaged_attention(
@@ -59,8 +62,9 @@ def attention_mass(
     reduction: str,
     counts: Sequence[tuple[int, int]],
 ) -> Tensor:
-    """See `kvgraft.kernels.dispatch.attention_mass`; in float32, a few queries of all heads at a
-    time."""
+    """See `kvgraft.kernels.dispatch.attention_mass`. Works in float32, on a few queries of all
+    heads at a time.
+    """
     queries, tokens = map(list, zip(*counts, strict=True))
     parts = zip(query.split(queries), keys.split(tokens), positions.split(queries), strict=True)
     found = [_mass(*part, scale, reduction) for part in parts]
@@ -68,7 +72,7 @@ def attention_mass(
 
 
 def _mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float, reduction: str) -> Tensor:
-    """The same of one prompt."""
+    """Return `attention_mass` of one prompt."""
     num_kv_heads, groups = keys.shape[1], query.shape[1] // keys.shape[1]
     transposed = keys.float().permute(1, 2, 0).contiguous()  # [Hkv, d, T]
     # [Hkv, n, G, d]
@@ -98,8 +102,10 @@ def _prefill(
     layout: AttentionLayout,
     scale: float,
 ) -> Tensor:
-    """query [n, h, G, d], keys and values [h, slots, d] -> [n, h, G, d]; heads that see all that
-    their list holds."""
+    """Attend from queries [n, h, G, d] to keys and values [h, slots, d], and return [n, h, G, d].
+
+    The heads see all tokens of their list.
+    """
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for context, rows in zip(layout.contexts, layout.rows, strict=True):
         tokens = context.kept(page_list)[0]
@@ -117,7 +123,8 @@ def _prefill(
                     own_keys[None, :, :seen],
                     own_values[None, :, :seen],
                     attn_mask=None if seen == chunk else tokens[:seen] <= at[:, None],
-                    is_causal=seen == chunk,  # the prompt's own beginning: a plain causal triangle
+                    is_causal=seen
+                    == chunk,  # the beginning of the prompt is a plain causal triangle
                     scale=scale,
                     enable_gqa=True,
                 )[0].unflatten(0, asking.shape[:2])
@@ -126,8 +133,11 @@ def _prefill(
 
 
 def _run(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """query [h, G, c, d] of the last c tokens of keys and values [h, T, d] -> [h, G, c, d]: all
-    before them needs no mask."""
+    """Attend from queries [h, G, c, d] of the last c tokens to keys and values [h, T, d], and
+    return [h, G, c, d].
+
+    Only the last c keys need a mask.
+    """
     count = query.shape[2]
     folded = query.flatten(1, 2)[None]  # [1, h, G * c, d]
     future = (
@@ -149,7 +159,7 @@ def _decode(
     layout: AttentionLayout,
     scale: float,
 ) -> Tensor:
-    """As `_prefill`, with one query a prompt."""
+    """Attend as `_prefill` does, with one query per prompt."""
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for rows in layout.decode_buckets:
         context = layout.contexts[rows[0]]
@@ -170,8 +180,10 @@ def _decode(
 
 
 def _split(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """query [h, G, d], keys and values [h, T, d] -> [h, G, d]: where heads are few, the cores share
-    each one."""
+    """Attend from one query [h, G, d] to keys and values [h, T, d], and return [h, G, d].
+
+    The CPU cores share each head, because there may be fewer heads than cores.
+    """
     parts = -(-torch.get_num_threads() // keys.shape[0])
     size = keys.shape[1] // parts
     whole = parts * size
@@ -194,8 +206,7 @@ def _split(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
 def _flash(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention [b, h, n, d], and the log of the sum of its weights before they are normed, float32
-    [b, h, n]."""
+    """Return attention [b, h, n, d], and the log-sum-exp of its logits, float32 [b, h, n]."""
     attended, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, attn_mask=mask, scale=scale
     )
@@ -203,8 +214,9 @@ def _flash(
 
 
 def _join(parts: Tensor, weight: Tensor) -> Tensor:
-    """Attention to parts of the keys, [parts, ..., d] and log weights [parts, ...], as attention to
-    all: [..., d]."""
+    """Join attention to parts of the keys, [parts, ..., d] with log weights [parts, ...], into
+    attention to all keys, [..., d].
+    """
     return (parts * weight.softmax(0)[..., None]).sum(0).to(parts.dtype)
 
 
@@ -216,8 +228,11 @@ def _windows(
     layout: AttentionLayout,
     scale: float,
 ) -> Tensor:
-    """query [n, h, G, d], keys and values [streams, slots, d] -> [n, h, G, d]; heads that see sinks
-    and a window."""
+    """Attend from queries [n, h, G, d] to keys and values [streams, slots, d], and return [n, h, G,
+    d].
+
+    The heads see sinks and a window.
+    """
     tiles = layout.windows(tuple(heads.page_lists[head] for head in heads.windowed))
     streams = torch.tensor([heads.streams[head] for head in heads.windowed], device=keys.device)
     rows, size = tiles.rows, query.shape[2]
@@ -245,8 +260,9 @@ def _windows(
 def _read(
     keys: Tensor, values: Tensor, context: Context, page_list: int, layout: AttentionLayout
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [h, T, d] that a list holds of a prompt; in place where they lie in one
-    stretch."""
+    """Return the keys and values [h, T, d] of a prompt in a list, in place if they are consecutive
+    in the pool.
+    """
     stretch = context.stretch(page_list)
     if stretch is None:
         return _copy(keys, values, context.kept(page_list)[1], layout)
@@ -256,7 +272,9 @@ def _read(
 def _copy(
     keys: Tensor, values: Tensor, slots: Tensor, layout: AttentionLayout
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [h, slots, d] at slots [t] -> [h, t, d], until the next copy of as many."""
+    """Copy keys and values [h, slots, d] at slots [t] to [h, t, d]. The result is valid until the
+    next copy of the same size.
+    """
     shape = (keys.shape[0], slots.numel(), keys.shape[2])
     keys_room, values_room = (layout.room(use, shape, keys.dtype) for use in ("keys", "values"))
     return torch.index_select(keys, 1, slots, out=keys_room), torch.index_select(

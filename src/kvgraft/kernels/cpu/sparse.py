@@ -1,5 +1,6 @@
-"""Block-sparse decode attention: the blocks of some sequences in one copy, then flash attention,
-and so on."""
+"""Block-sparse decode attention: copy the blocks of some sequences, run flash attention on them,
+and repeat.
+"""
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ def block_sparse_attention(
     scale: float,
     _: Lengths | None,
 ) -> Tensor:
-    """See `kvgraft.kernels.dispatch.block_sparse_attention`; also serves CUDA without Triton."""
+    """See `kvgraft.kernels.dispatch.block_sparse_attention`. Also serves CUDA without Triton."""
     output = query.new_empty(*query.shape[:2], values.shape[-1])
     for rows, most in parts_of(lengths.tolist()):
         step = max(1, PIECE // (most * (keys.shape[-1] + values.shape[-1]) * keys.itemsize))
@@ -38,17 +39,18 @@ def block_sparse_attention(
 
 
 def _slots(tables: Tensor, lengths: Tensor, most: int, size: int) -> tuple[Tensor, Tensor]:
-    """int64 [s, most], where the tokens lie in pages end to end, and which of them are there."""
+    """Return the slots of tokens in pages, int64 [s, most], and bool [s, most]: False after the
+    last token.
+    """
     token = torch.arange(most, device=tables.device)
     slots = tables[:, token // size] * size + token % size
     there = token < lengths[:, None]
-    # weights of 0 do not heal what nobody wrote
+    # a weight of 0 does not hide NaN in unwritten memory
     return torch.where(there, slots, slots[:, :1]), there
 
 
 def _take(use: str, pool: Tensor, slots: Tensor) -> Tensor:
-    """The tokens of a pool [pages, b, d] or [blocks, H, b, d] in these slots [s, t] -> [s, t,
-    d]."""
+    """Return the tokens of a pool [pages, b, d] or [blocks, H, b, d] at slots [s, t]: [s, t, d]."""
     if pool.dim() == 3:
         return take(use, pool.flatten(0, 1), slots.flatten()).view(*slots.shape, -1)
     heads, size = pool.shape[1:3]

@@ -1,4 +1,4 @@
-"""Radix top-k over all rows at once; also serves CUDA without Triton."""
+"""Radix top-k over all rows at once. Also serves CUDA without Triton."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ BINS = 256
 
 
 def radix_topk(scores: Tensor, lengths: Tensor, k: int, tolerance: float, remap: bool) -> Tensor:
-    """See `kvgraft.kernels.dispatch.radix_topk`; in order of the columns."""
+    """See `kvgraft.kernels.dispatch.radix_topk`. The result is in the order of the columns."""
     pool = (torch.arange(scores.shape[1], device=scores.device) < lengths[:, None]) & (
         scores > float("-inf")
     )
@@ -19,7 +19,8 @@ def radix_topk(scores: Tensor, lengths: Tensor, k: int, tolerance: float, remap:
         counts = torch.zeros(len(scores), BINS + 1, dtype=torch.int64, device=scores.device)
         counts.scatter_add_(1, torch.where(pool, bins, BINS), torch.ones_like(bins))
         counts[:, BINS] = 0
-        from_top = counts.flip(1).cumsum(1).flip(1)  # in this bin and those above
+        # number of scores in this bin and above
+        from_top = counts.flip(1).cumsum(1).flip(1)
         threshold = (from_top >= missing.clamp(min=1)).sum(1, keepdim=True) - 1
         chosen |= pool & (bins > threshold)
         pool &= bins == threshold
@@ -27,7 +28,7 @@ def radix_topk(scores: Tensor, lengths: Tensor, k: int, tolerance: float, remap:
         if bool(((missing <= tolerance * k) | (missing == pool.sum(1, keepdim=True))).all()):
             break
     rank, size = pool.cumsum(1), pool.sum(1, keepdim=True).clamp(min=1)
-    # of equals, evenly over the columns
+    # choose among equal scores evenly over the columns
     chosen |= pool & (rank * missing // size > (rank - 1) * missing // size)
     rows, columns = chosen.nonzero(as_tuple=True)
     found = torch.full((len(scores), k), -1, device=scores.device)
@@ -36,8 +37,9 @@ def radix_topk(scores: Tensor, lengths: Tensor, k: int, tolerance: float, remap:
 
 
 def _digits(scores: Tensor, there: Tensor, remap: bool) -> Iterator[Tensor]:
-    """int64 [S, n] from 0 to 255 again and again: what decides first, then what decides among
-    equals."""
+    """Yield the digits of the scores, int64 [S, n] from 0 to 255, the most significant digit
+    first.
+    """
     scores = scores.float()
     if remap:
         least = scores.masked_fill(~there, float("inf")).amin(1, keepdim=True)

@@ -1,5 +1,6 @@
-"""Copy with delta-RoPE ("align") in plain torch: the truth that other implementations are held
-to."""
+"""Reference of copy with delta-RoPE ("align") in plain torch, against which other implementations
+are tested.
+"""
 
 from collections.abc import Sequence
 
@@ -36,7 +37,7 @@ def align_paged(
 ) -> None:
     """See `kvgraft.kernels.dispatch.align_paged`."""
     for cache in caches:
-        is_code = cache.element_size() == 1  # which torch moves as bytes only
+        is_code = cache.element_size() == 1  # torch indexes 8-bit floats only as bytes
         rows = (cache.view(torch.uint8) if is_code else cache).transpose(1, 2)  # [pages, b, Hkv, W]
         old, new = ((slots // cache.shape[2], slots % cache.shape[2]) for slots in (source, target))
         moved = rows[old].view(cache.dtype)

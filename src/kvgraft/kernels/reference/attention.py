@@ -1,4 +1,4 @@
-"""SegPagedAttention and Sparse-Q scores in plain torch: the truth."""
+"""Reference of SegPagedAttention and Sparse-Q scores in plain torch."""
 
 from collections.abc import Sequence
 
@@ -19,10 +19,13 @@ def segpaged_attention(
     scale: float,
     output: Tensor | None = None,
 ) -> Tensor:
-    """See `kvgraft.kernels.dispatch.segpaged_attention`; one head of one prompt at a time, masked,
-    in float32."""
+    """See `kvgraft.kernels.dispatch.segpaged_attention`.
+
+    Computes one head of one prompt at a time, with a mask, in float32.
+    """
     output = torch.empty_like(query) if output is None else output
-    size = query.shape[1] // len(heads.streams)  # query heads of a KV head
+    # query heads per KV head
+    size = query.shape[1] // len(heads.streams)
     for context, rows in zip(layout.contexts, layout.rows, strict=True):
         here, at = torch.arange(context.seen, device=keys.device), context.device_positions[:, None]
         for head, (stream, page_list) in enumerate(
@@ -46,7 +49,8 @@ def segpaged_attention(
 def varlen_attention(
     query: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float
 ) -> Tensor:
-    """Causal attention of sequences to their keys, as flash attention has it: zeros without keys.
+    """Causal attention of sequences to their keys, as in flash attention; zeros for a sequence
+    without keys.
 
     Args:
         query: [n, Hq, d].
@@ -79,15 +83,18 @@ def attention_mass(
     reduction: str,
     counts: Sequence[tuple[int, int]],
 ) -> Tensor:
-    """See `kvgraft.kernels.dispatch.attention_mass`; the whole attention matrix of a prompt at
-    once."""
+    """See `kvgraft.kernels.dispatch.attention_mass`.
+
+    Computes the whole attention matrix of a prompt at once.
+    """
     queries, tokens = map(list, zip(*counts, strict=True))
     found = []
     for asking, own, at in zip(
         query.split(queries), keys.split(tokens), positions.split(queries), strict=True
     ):
         weights = _probabilities(asking, own, scale, at).flatten(0, 1)
-        nothing = weights.new_zeros(1, len(own))  # is received where there are no queries
+        # keys receive nothing where there are no queries
+        nothing = weights.new_zeros(1, len(own))
         found.append(
             weights.sum(0) if reduction == "sum" else torch.cat((nothing, weights)).amax(0)
         )

@@ -1,4 +1,6 @@
-"""KV changes of recomputed tokens, and copies that apply them, in plain torch; the CPU runs it."""
+"""KV changes of recomputed tokens, and copies that apply them, in plain torch. Also serves the
+CPU.
+"""
 
 import torch
 from torch import Tensor
@@ -7,7 +9,8 @@ from kvgraft.kernels.changes import Turn
 from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kv.rope import rotate
 
-CHUNK_ELEMENTS = 1 << 18  # of keys that are copied at a time, so that they stay in cache
+# elements of keys that are copied at a time, so that they stay in the CPU cache
+CHUNK_ELEMENTS = 1 << 18
 
 
 def kv_changes(
@@ -79,11 +82,11 @@ def _copy(
 
 
 def _still(pools: tuple[Tensor, ...], streams: slice, slots: Tensor, turn: Turn) -> Tensor:
-    """Keys as if they stood at position 0, and values: float32 [h, n, W]."""
+    """Return keys rotated back to position 0, and values: float32 [h, n, W]."""
     keys, *values = (pool[streams].index_select(1, slots.clamp(min=0)).float() for pool in pools)
     return torch.cat([rotate(keys, *_by_row(*turn)), *values], -1)
 
 
 def _by_row(cos: Tensor, sin: Tensor) -> Turn:
-    """Tables [n, d / 2] laid out for `rotate` of [h, n, d]."""
+    """Return tables [n, d / 2] in the layout of `rotate` for [h, n, d]."""
     return cos[None, :, None], sin[None]

@@ -1,5 +1,6 @@
-"""What a decoder layer does to rows beside matrices and attention, in plain torch. Also serves the
-CPU."""
+"""Row operations of a decoder layer, apart from matrix products and attention, in plain torch. Also
+serves the CPU.
+"""
 
 import torch.nn.functional as F
 from torch import Tensor

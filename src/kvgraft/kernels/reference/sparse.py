@@ -1,4 +1,4 @@
-"""Block-sparse decode attention in plain torch: the truth."""
+"""Reference of block-sparse decode attention in plain torch."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ def block_sparse_attention(
     scale: float,
     _: Lengths | None,
 ) -> Tensor:
-    """See `kvgraft.kernels.dispatch.block_sparse_attention`; one sequence at a time, in float32."""
+    """See `kvgraft.kernels.dispatch.block_sparse_attention`. Computes one sequence at a time, in
+    float32.
+    """
     attended = []
     keys, values = (pool.flatten(0, 1) if pool.dim() == 4 else pool for pool in (keys, values))
     for own, table, length in zip(query, tables, lengths.tolist(), strict=True):

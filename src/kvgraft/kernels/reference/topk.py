@@ -1,4 +1,4 @@
-"""Top-k in plain torch: the truth."""
+"""Reference of top-k in plain torch."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def radix_topk(scores: Tensor, lengths: Tensor, k: int, tolerance: float, remap: bool) -> Tensor:
-    """See `kvgraft.kernels.dispatch.radix_topk`; always exact, best first."""
+    """See `kvgraft.kernels.dispatch.radix_topk`. Always exact, best first."""
     there = torch.arange(scores.shape[1], device=scores.device) < lengths[:, None]
     best, columns = scores.masked_fill(~there, float("-inf")).topk(min(k, scores.shape[1]), dim=1)
     return F.pad(
@@ -23,7 +23,7 @@ def page_topk(
     k: int,
     _: float,
 ) -> tuple[Tensor, Tensor]:
-    """See `kvgraft.kernels.dispatch.page_topk`; always exact, one sequence at a time."""
+    """See `kvgraft.kernels.dispatch.page_topk`. Always exact, one sequence at a time."""
     tables, lengths = [], []
     for own, pages, count in zip(scores, rows, tokens.tolist(), strict=True):
         total = -(-count // size)

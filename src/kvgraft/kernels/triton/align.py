@@ -19,8 +19,9 @@ def align_copy(
     cos: Tensor,
     sin: Tensor,
 ) -> None:
-    """See `kvgraft.kernels.dispatch.align_copy`; the last dimension of every tensor must be
-    contiguous."""
+    """See `kvgraft.kernels.dispatch.align_copy`. The last dimension of every tensor must be
+    contiguous.
+    """
     num_heads, head_dim = keys.shape[2:]
     _align_copy[source.numel(), len(layers)](
         keys,
@@ -63,8 +64,9 @@ def _align_copy(  # type: ignore[no-untyped-def]
     BLOCK_HALF: tl.constexpr,
     HAS_VALUES: tl.constexpr,
 ):
-    """One program moves one token of one layer, all heads: tiles of [heads, half]. `key_*`,
-    `value_*` are strides."""
+    """One program: moves one token of one layer with all heads, in tiles of [heads, half]. `key_*`
+    and `value_*` are strides.
+    """
     token = tl.program_id(0).to(tl.int64)
     layer = first_layer + tl.program_id(1).to(tl.int64) * layer_step
     old = tl.load(source + token)
@@ -102,7 +104,7 @@ def align_paged(
     first: int,
     interleaved: bool,
 ) -> None:
-    """See `kvgraft.kernels.dispatch.align_paged`: one launch."""
+    """See `kvgraft.kernels.dispatch.align_paged`. One launch."""
     cache = caches[0]
     _, num_heads, size, width = cache.shape
     is_code = cache.element_size() == 1
@@ -129,7 +131,7 @@ def align_paged(
 
 @lru_cache(maxsize=64)
 def _distances(addresses: tuple[int, ...], element_size: int, device: torch.device) -> Tensor:
-    """How many elements each layer lies behind the first one, int64 [L] on the device."""
+    """Return the distance of each layer from the first one in elements, int64 [L] on the device."""
     return torch.tensor(
         [(address - addresses[0]) // element_size for address in addresses], device=device
     )
@@ -157,7 +159,7 @@ def _align_paged(  # type: ignore[no-untyped-def]
     INTERLEAVED: tl.constexpr,
     CLAMPS: tl.constexpr,
 ):
-    """One program moves one token of one layer, all heads: a tile of [heads, width]."""
+    """One program: moves one token of one layer with all heads, in a tile of [heads, width]."""
     token = tl.program_id(0).to(tl.int64)
     layer = cache + tl.load(distances + tl.program_id(1))
     old = tl.load(source + token)

@@ -1,10 +1,11 @@
-"""SegPagedAttention in one Triton kernel: all heads of all prompts, each over the tokens it keeps,
-no mask tensor.
+"""SegPagedAttention in one Triton kernel, without a mask tensor: all heads of all prompts, each
+over the tokens it keeps.
 
-Keys are split over programs (flash decoding), so that a decode step fills the device; the parts are
-joined by their log-sum-exp. Long runs of queries, for heads that see everything, go to PyTorch's
-flash attention, on a copy of the keys and values that they see, made once a layer: the copy takes
-little beside what it is for."""
+Keys are split over programs (flash decoding), so that a decode step fills the device. The parts are
+joined by their log-sum-exp. For heads that see all tokens, long runs of queries go to PyTorch's
+flash attention. It reads a copy of the keys and values, made once per layer, which costs little
+compared with the attention.
+"""
 
 import logging
 from dataclasses import replace
@@ -25,13 +26,16 @@ from kvgraft.kernels.triton.tiles import attention_tile, parts_of, places_of, sp
 from kvgraft.kernels.workload import PROGRAMS_PER_CORE, programs_of
 
 logger = logging.getLogger(__name__)
-RUN = 128  # queries of a long run, at least: a tile of flash attention; 0 turns flash attention off
+# least number of queries in a long run: a tile of flash attention; 0 turns flash attention off
+RUN = 128
 # queries at the beginning of a prompt from which PyTorch chooses how: on Hopper cuDNN, which makes
 # a plan a length
 TRIANGLE = 4096
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
-FLASH_DIM, FLASH_CAPABILITY = 256, (8, 0)  # of heads, at most, and in eights; of devices, at least
-JOINED = 8192  # numbers that a program joins at a time
+# heads of at most this size, a multiple of 8; least compute capability of the device
+FLASH_DIM, FLASH_CAPABILITY = 256, (8, 0)
+# numbers that a program joins at a time
+JOINED = 8192
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -44,9 +48,10 @@ def segpaged_attention(
     scale: float,
     output: Tensor | None = None,
 ) -> Tensor:
-    """See `kvgraft.kernels.dispatch.segpaged_attention`; the last dimension of every tensor must be
-    contiguous."""
-    # as `read_rows` needs it
+    """See `kvgraft.kernels.dispatch.segpaged_attention`. The last dimension of every tensor must be
+    contiguous.
+    """
+    # `read_rows` needs equal strides and consecutive slots
     is_plain = keys.stride() == values.stride() and keys.stride(1) == keys.shape[2]
     runs = _long_runs(query, keys, heads, layout) if is_plain else None
     if runs is None:
@@ -73,10 +78,11 @@ def segpaged_attention(
 def _long_runs(
     query: Tensor, keys: Tensor, heads: LayerHeads, layout: AttentionLayout
 ) -> LongRuns | None:
-    """The runs that go to flash attention: where it takes such heads, and its tiles fill the
-    device."""
+    """Return the runs for flash attention, or None. Flash attention must support the heads, and its
+    tiles must fill the device.
+    """
     dim, num_kv_heads = query.shape[-1], len(heads.streams)
-    # that see everything
+    # query heads that see all tokens
     num_heads = query.shape[1] // num_kv_heads * (num_kv_heads - len(heads.windowed))
     if (
         not RUN
@@ -86,7 +92,8 @@ def _long_runs(
         or dim % 8
     ):
         return None
-    if any(head_set.page_list for head_set in heads.whole):  # only the first list holds every token
+    # only the first list holds every token
+    if any(head_set.page_list for head_set in heads.whole):
         return None
     runs = layout.long_runs(RUN)
     if runs is None or runs.tiles(RUN) * num_heads < programs_of(query.device) // PROGRAMS_PER_CORE:
@@ -101,7 +108,9 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def takes_runs(device: torch.device) -> bool:
-    """Whether PyTorch's flash attention computes runs that share keys, which is not documented."""
+    """Return whether PyTorch's flash attention computes runs that share keys. This is not
+    documented, so it is tested.
+    """
     runs = LongRuns(
         (Run(2, 34, 0, 50), Run(36, 100, 0, 130)), 101, torch.zeros(1, 130, dtype=torch.int64)
     )
@@ -133,8 +142,9 @@ def takes_runs(device: torch.device) -> bool:
 def _flash(
     query: Tensor, keys: Tensor, values: Tensor, head_set: HeadSet, runs: LongRuns, scale: float
 ) -> Tensor:
-    """query [n, h * G, d] of heads that follow the first list -> the same, contiguous; only the
-    rows of runs count."""
+    """Attend from queries [n, h * G, d] of heads on the first list. Only the rows of runs are valid
+    in the result.
+    """
     streams = range(head_set.streams.start, head_set.streams.stop)
     heads = LayerHeads(
         tuple(streams), (head_set.page_list,) * len(streams), (False,) * len(streams)
@@ -157,11 +167,12 @@ def _flash(
 def _varlen(
     query: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float
 ) -> Tensor:
-    """query [n, Hq, d], keys and values [k, Hkv, d] -> [n, Hq, d]: one launch, whatever the number
-    of sequences.
+    """Attend from queries [n, Hq, d] to keys and values [k, Hkv, d], and return [n, Hq, d]. One
+    launch serves all sequences.
 
-    PyTorch's own flash attention (2) takes sequences of equal keys at `key_starts`, since it is
-    given their lengths."""
+    Sequences may share keys at `key_starts`, because PyTorch's flash attention (2) also gets their
+    lengths.
+    """
     if not query.is_cuda:
         return varlen_attention(query, keys, values, sequences, scale)
     attended: Tensor = torch.ops.aten._flash_attention_forward(
@@ -174,7 +185,9 @@ def _varlen(
 
 
 def _triangle(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """query [n, h * G, d], keys and values [n, h, d] -> the shape of `query`."""
+    """Attend causally from queries [n, h * G, d] to keys and values [n, h, d]; the result has the
+    shape of `query`.
+    """
     asking, own_keys, own_values = (x.transpose(0, 1)[None] for x in (query, keys, values))
     attended = scaled_dot_product_attention(
         asking, own_keys, own_values, is_causal=True, scale=scale, enable_gqa=True
@@ -187,8 +200,9 @@ def _paged(
     scale: float,
     runs: LongRuns | None = None, output: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """All queries; with `runs`, those of runs for local heads only, into the `output` that has the
-    others."""
+    """Attend from all queries. With `runs`, queries of runs are computed for local heads only, and
+    `output` already has the others.
+    """
     num_rows, num_heads, head_dim = query.shape
     dim = triton.next_power_of_2(head_dim)
     most_rows, tile_tokens, warps, stages = attention_tile(dim, query.dtype)
@@ -208,12 +222,14 @@ def _paged(
         layout.query_tiles(max(1, tile_rows // size), runs, with_runs),
         layout.stacked_slots,
     )
-    most_work = max(1, len(heads.streams) - len(heads.windowed))  # heads that see everything
+    # number of heads that see all tokens
+    most_work = max(1, len(heads.streams) - len(heads.windowed))
     splits = splits_of(query.device, len(tiles) * most_work, slots.shape[2])
     if output is None:
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
     rows = None if runs is None or with_runs else runs.other_rows
-    num_parts = num_rows if rows is None else len(rows)  # rows whose parts are joined
+    # number of rows whose parts are joined
+    num_parts = num_rows if rows is None else len(rows)
     parts, weight = output, output
     if splits > 1:
         parts = torch.empty(
@@ -227,7 +243,7 @@ def _paged(
         *values.stride()[:2],
         num_parts, num_heads, head_dim, *slots.shape[1:], len(heads.streams),
         SPLIT=splits > 1,
-        # where the interpreter multiplies bfloat16 as if it were integers
+        # the interpreter multiplies bfloat16 as if it were integers
         WIDE=triton.knobs.runtime.interpret,
         SIZE=size, TILE_ROWS=tile_rows, TILE_TOKENS=tile_tokens, DIM=dim, num_warps=warps,
         num_stages=stages,
@@ -247,8 +263,9 @@ def _attend(  # type: ignore[no-untyped-def]
     scale,
     WIDE: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
-    """A tile of tokens more: `best`, `mass` and `attended` with those that are `seen`; values that
-    are `needed`."""
+    """Add a tile of tokens to `best`, `mass` and `attended`. `seen` masks the logits, and `needed`
+    masks the values.
+    """
     dim = tl.arange(0, DIM)
     k = tl.load(
         keys + slot[:, None] * key_slot + dim[None], mask=kept[:, None] & inner[None], other=0.0
@@ -271,12 +288,14 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _seen(positions, first, count, is_local, sinks, window, split, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of what some queries see: the first token behind the sinks, how many sinks, how many tokens;
-    and of this split's part of them the beginning, the end of what all queries see, in whole tiles,
-    and the end."""
+    """Return the range of tokens that some queries see.
+
+    These are the first token after the sinks, the number of sinks, and the number of tokens; and
+    for this split the beginning, the end of the whole tiles that all queries see, and the end.
+    """
     earliest, stop = tl.load(positions + first), tl.load(positions + first + count - 1) + 1
     begin = tl.where(is_local, tl.maximum(earliest - window + 1, sinks), 0)
-    # what lies between them and `begin` is not read
+    # tokens between the sinks and `begin` are not read
     leading = tl.where(is_local, tl.minimum(sinks, stop), 0)
     total = leading + tl.maximum(stop - begin, 0)
     share = tl.cdiv(tl.cdiv(total, tl.num_programs(2)), TILE) * TILE
@@ -287,8 +306,9 @@ def _seen(positions, first, count, is_local, sinks, window, split, TILE: tl.cons
 
 @triton.jit
 def _tile(tiles, split, num_rows, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a tile: its context, first row and rows, whether flash attention has them, and where the
-    first result goes."""
+    """Return a tile: its context, first row and rows, whether flash attention has them, and the
+    place of the first result.
+    """
     first = tl.load(tiles + 1)
     to = split * num_rows + tl.load(tiles + 4) if SPLIT else first
     return tl.load(tiles).to(tl.int64), first, tl.load(tiles + 2), tl.load(tiles + 3) != 0, to
@@ -302,8 +322,9 @@ def _segpaged(  # type: ignore[no-untyped-def]
     SPLIT: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """One program: some queries of one prompt, the query heads of one KV head, a part of the tokens
-    it keeps."""
+    """One program: some queries of one prompt, the query heads of one KV head, and a part of the
+    tokens that it keeps.
+    """
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     is_local = tl.load(places + 2 * num_kv_heads + head) != 0
     context, first, count, is_run, to = _tile(tiles + tile * 5, split, num_rows, SPLIT)
@@ -351,7 +372,7 @@ def _segpaged(  # type: ignore[no-untyped-def]
         seen = seen & (
             (not is_local) | (token[None] < sinks) | (token[None] > at[:, None] - window)
         )
-        # weights of 0 do not heal what nobody wrote
+        # a weight of 0 does not hide NaN in unwritten memory
         needed = kept & (tl.max(seen.to(tl.int32), 0) > 0)
         best, mass, attended = _attend(
             q, own_keys, own_values, slot, kept, seen, best, mass, attended, key_slot, value_slot,
@@ -376,11 +397,12 @@ def _join(  # type: ignore[no-untyped-def]
     parts, weight, joined, rows, splits, num_rows, num_heads, head_dim,
     SPLITS: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, INTO: tl.constexpr,
 ):  # fmt: skip
-    """One program: a head of a row, from what each split has of it; weights are logarithms to base
+    """One program: joins the splits' results for one head of a row; weights are logarithms to base
     2.
 
-    It goes to the row in `rows`, if there are any; INTO what has been computed before, where no
-    split has anything."""
+    The result goes to the row in `rows`, if given. With INTO, a row without any result keeps its
+    previous value.
+    """
     row, dim = tl.program_id(0).to(tl.int64), tl.arange(0, DIM)
     split = tl.arange(0, SPLITS)
     every = tl.load(

@@ -8,7 +8,8 @@ from kvgraft.kernels.changes import Turn
 from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.triton.tiles import places_of
 
-ROWS = 8  # of a program; programs of all heads of the same rows follow each other (L2: cos, sin)
+# rows of a program. Programs of all heads of the same rows follow each other (L2: cos, sin)
+ROWS = 8
 
 
 def kv_changes(
@@ -66,7 +67,7 @@ def _turned(first, second, c, s):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _still(keys, at, half, cos, sin, turn, inside):  # type: ignore[no-untyped-def]
-    """Both halves of keys, as if they stood at position 0."""
+    """Load both halves of keys, rotated back to position 0."""
     first = tl.load(keys + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(keys + at + half, mask=inside, other=0.0).to(tl.float32)
     c = tl.load(cos + turn, mask=inside, other=1.0)
@@ -126,7 +127,7 @@ def _average_changes(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _between(before, behind, weight, at, inside):  # type: ignore[no-untyped-def]
-    """Part of two rows of changes, interpolated."""
+    """Load a part of two rows of changes, interpolated."""
     first = tl.load(before + at, mask=inside, other=0.0)
     return first + weight * (tl.load(behind + at, mask=inside, other=0.0) - first)
 

@@ -18,7 +18,7 @@ _numbers = count()
 
 
 class _Loader(ExecutionLoader):
-    """Of a module that is a text; Triton and tracebacks ask it for the lines."""
+    """Loader of a module from a text. Triton and tracebacks ask it for the lines."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -68,7 +68,7 @@ def generated_choice(
 
 @cache
 def _kernel(text: str, name: str) -> Any:
-    """What a module of this text defines by this name."""
+    """Return the function `name` of a module with this text."""
     loader = _Loader(text)
     spec = spec_from_loader(f"{__name__}_{next(_numbers)}", loader)
     if spec is None:

@@ -1,5 +1,6 @@
-"""Sparse-Q scores in Triton: twice through the keys, for the sums of weights, then for shares; no
-matrix of them."""
+"""Sparse-Q scores in Triton without an attention matrix: one pass over the keys for the sums of
+weights, one for shares.
+"""
 
 from collections.abc import Sequence
 
@@ -21,7 +22,9 @@ def attention_mass(
     reduction: str,
     counts: Sequence[tuple[int, int]],
 ) -> Tensor:
-    """See `kvgraft.kernels.dispatch.attention_mass`; all prompts in one launch of each kernel."""
+    """See `kvgraft.kernels.dispatch.attention_mass`. One launch of each kernel serves all
+    prompts.
+    """
     if query.dtype is not keys.dtype:
         query, keys = query.float(), keys.float()
     (num_queries, num_heads, head_dim), (num_tokens, num_kv_heads) = query.shape, keys.shape[:2]
@@ -67,9 +70,12 @@ def attention_mass(
 
 
 def _tiles(counts: Sequence[tuple[int, int]], size: int, kept: int) -> tuple[Tensor, Tensor]:
-    """What each program has: int32 [n, 3], rows [first, stop) and the first token of their prompt;
-    int32 [m, 5], tokens [first, stop), the first one of their prompt and its queries [first,
-    stop)."""
+    """Return the tiles of the two kernels.
+
+    The first is int32 [n, 3]: rows [first, stop) and the first token of their prompt. The second is
+    int32 [m, 5]: tokens [first, stop), the first token of their prompt and its queries [first,
+    stop).
+    """
     row_tiles, token_tiles = [], []
     num_queries, num_tokens = (
         np.cumsum([0, *column]).tolist() for column in zip(*counts, strict=True)
@@ -87,8 +93,9 @@ def _rows(  # type: ignore[no-untyped-def]
     query, positions, row, head, query_row, query_head, num_rows, head_dim,
     WIDE: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
-    """Queries of a KV head's query heads, row by row, and their positions: -1 where there is
-    none."""
+    """Load queries of a KV head's query heads, row by row, and their positions; -1 for missing
+    rows.
+    """
     dim, inside = tl.arange(0, DIM), row < num_rows
     at = tl.load(positions + row // SIZE, mask=inside, other=-1).to(tl.int32)
     where = (row // SIZE).to(tl.int64)[:, None] * query_row + (head * SIZE + row % SIZE)[
@@ -110,7 +117,7 @@ def _tokens(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Keys of a KV head."""
+    """Load keys of a KV head."""
     dim = tl.arange(0, DIM)
     where = token.to(tl.int64)[:, None] * key_token + head.to(tl.int64) * key_head + dim[None]
     k = tl.load(
@@ -127,7 +134,8 @@ def _weigh(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr,
 ):  # fmt: skip
     """One program: the log-sum-exp of a part of the logits of some queries, for the query heads of
-    one KV head."""
+    one KV head.
+    """
     tile, head, split = tiles + tl.program_id(0) * 3, tl.program_id(1), tl.program_id(2)
     row, last_row, begin = (
         tl.load(tile) + tl.arange(0, TILE_ROWS),
@@ -167,17 +175,19 @@ def _receive(  # type: ignore[no-untyped-def]
     WIDE: tl.constexpr, SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr,
     DIM: tl.constexpr,
 ):  # fmt: skip
-    """One program: what some keys of one KV head receive of all queries, as a sum or at most."""
+    """One program: the sum, or the maximum, of the attention that some keys of one KV head receive
+    from all queries.
+    """
     tile, head = tiles + tl.program_id(0) * 5, tl.program_id(1)
     place, stop, begin = (
         tl.load(tile) + tl.arange(0, TILE_TOKENS),
         tl.load(tile + 1),
         tl.load(tile + 2),
     )
-    first, token = tl.load(tile) - begin, place - begin  # in the prompt
+    first, token = tl.load(tile) - begin, place - begin  # relative to the prompt
     k = _tokens(keys, place, head, key_token, key_head, stop, head_dim, WIDE, DIM)
-    # positions ascend: the first query that sees any of these keys, so that no load of the loop
-    # hangs on a condition
+    # positions ascend: find the first query that sees any of these keys, so that no load of the
+    # loop depends on a condition
     low, high = tl.load(tile + 3), tl.load(tile + 4)
     first_row, last_row = low * SIZE, high * SIZE
     while low < high:

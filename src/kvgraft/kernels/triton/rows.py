@@ -1,4 +1,6 @@
-"""What a decoder layer does to rows beside matrices and attention, in one Triton kernel each."""
+"""Row operations of a decoder layer, apart from matrix products and attention, in one Triton kernel
+each.
+"""
 
 import torch
 import triton
@@ -8,8 +10,10 @@ from torch import Tensor
 from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.triton.tiles import places_of
 
-ROWS = 8  # of a program; programs of all heads of the same rows follow each other (L2: cos, sin)
-WIDTH = 1024  # numbers of a row that a program of `_silu_mul` takes
+# rows of a program. Programs of all heads of the same rows follow each other (L2: cos, sin)
+ROWS = 8
+# numbers of a row that a program of `_silu_mul` takes
+WIDTH = 1024
 
 
 def norm_rotate(
@@ -150,7 +154,7 @@ def _add_norm(  # type: ignore[no-untyped-def]
     added += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     total = added.to(rows.dtype.element_ty)
     tl.store(rows + at, total, mask=inside)
-    total = total.to(tl.float32)  # as others will read it
+    total = total.to(tl.float32)  # rounded as later readers will see it
     scale = tl.rsqrt(tl.sum(total * total, 0) / size + eps)
     weights = tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + at, total * scale * weights, mask=inside)

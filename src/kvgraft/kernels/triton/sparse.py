@@ -1,8 +1,9 @@
-"""Block-sparse decode attention, flash decoding over tables of pages: programs with equal shares of
-all tokens.
+"""Block-sparse decode attention: flash decoding over tables of pages, in programs with equal shares
+of all tokens.
 
-A program takes the tokens of one sequence after the other, and leaves what it has of each; the
-parts of a sequence are joined by their log-sum-exp."""
+A program goes through its sequences one after the other, and leaves a partial result for each. The
+parts of a sequence are joined by their log-sum-exp.
+"""
 
 import torch
 import triton
@@ -23,8 +24,9 @@ def block_sparse_attention(
     scale: float,
     bound: Lengths | None,
 ) -> Tensor:
-    """See `kvgraft.kernels.dispatch.block_sparse_attention`; the last dimension of every tensor
-    must be contiguous."""
+    """See `kvgraft.kernels.dispatch.block_sparse_attention`. The last dimension of every tensor
+    must be contiguous.
+    """
     num_rows, group, head_dim = query.shape
     keys, values = (pool if pool.dim() == 4 else pool[:, None] for pool in (keys, values))
     num_heads, size = keys.shape[1:3]
@@ -42,7 +44,7 @@ def block_sparse_attention(
         query, keys, values, left, weight, tables, lengths, work.chunks, work.programs, scale,
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], tables.stride(0),
         num_heads, group, group // parts, head_dim, value_dim,
-        # where the interpreter multiplies bfloat16 as if it were integers
+        # the interpreter multiplies bfloat16 as if it were integers
         WIDE=triton.knobs.runtime.interpret,
         SIZE=size, TILE_TOKENS=tile, DIM=dim, **width,
         # registers of four warps hold 16 rows of at most 256 numbers of 16 bits
@@ -65,7 +67,7 @@ def _sparse(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """One program: `own` of the query heads, a share of the tokens."""
+    """One program: `own` query heads and a share of the tokens."""
     program = tl.program_id(0)
     row_mask = tl.arange(0, ROWS) < own
     head = tl.program_id(1) * own + tl.arange(0, ROWS)
@@ -132,7 +134,9 @@ def _join(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """One program: `own` of the query heads of one sequence; zeros where it has no tokens."""
+    """One program: `own` query heads of one sequence; writes zeros for a sequence without
+    tokens.
+    """
     row = tl.program_id(0)
     row_mask = tl.arange(0, ROWS) < own
     head = tl.program_id(1) * own + tl.arange(0, ROWS)

@@ -1,5 +1,6 @@
-"""Radix top-k, one program a row: histograms narrow the threshold down, one more pass writes what
-lies above it."""
+"""Radix top-k with one program per row: histograms narrow the threshold, and one more pass writes
+the columns above it.
+"""
 
 import torch
 import triton
@@ -10,7 +11,7 @@ TILE = 1024
 
 
 def radix_topk(scores: Tensor, lengths: Tensor, k: int, tolerance: float, remap: bool) -> Tensor:
-    """See `kvgraft.kernels.dispatch.radix_topk`; in order of the columns."""
+    """See `kvgraft.kernels.dispatch.radix_topk`. The result is in the order of the columns."""
     scores = scores.float().contiguous()
     indices = torch.full((len(scores), k), -1, dtype=torch.int64, device=scores.device)
     _radix[(len(scores),)](
@@ -50,7 +51,7 @@ def page_topk(
 
 @triton.jit
 def _load(scores, start, length, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Columns, scores, and which of them are there."""
+    """Return columns, their scores, and which of them exist."""
     column = start + tl.arange(0, TILE)
     score = tl.load(scores + column, mask=column < length, other=float("-inf"))
     return column, score, score > float("-inf")
@@ -58,15 +59,16 @@ def _load(scores, start, length, TILE: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit
 def _key(score):  # type: ignore[no-untyped-def]
-    """uint32 that ascends as the scores do."""
+    """Return a uint32 that ascends as the scores do."""
     bits = score.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _bin(score, least, scale, REMAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int32 from 0 to 255, a first digit that spreads the scores evenly between the least and the
-    greatest."""
+    """Return the first digit, int32 from 0 to 255, which spreads scores evenly between the least
+    and the greatest.
+    """
     if REMAP:
         spread = (score - least) * scale
         return tl.where(spread == spread, tl.minimum(tl.maximum(spread, 0.0), 255.0), 0.0).to(
@@ -79,9 +81,12 @@ def _bin(score, least, scale, REMAP: tl.constexpr):  # type: ignore[no-untyped-d
 def _threshold(  # type: ignore[no-untyped-def]
     scores, length, k, tolerated, REMAP: tl.constexpr, TILE: tl.constexpr
 ):
-    """Where the k-th best of the first `length` scores is: the least score and the scale of bins,
-    the bin, the leading bits of the key and how many bits follow them, and, of as many scores as
-    are equal by these, how many are chosen."""
+    """Find the k-th best of the first `length` scores.
+
+    Returns the least score and the scale of bins, the bin, the leading bits of the key, the number
+    of bits after them, the number of scores to choose among those equal by these bits, and the
+    number of those.
+    """
     least = float("inf")
     most = float("-inf")
     size = 0
@@ -129,8 +134,9 @@ def _chosen(  # type: ignore[no-untyped-def]
     scores, start, length, least, scale, first, prefix, shift, missing, size, seen,
     REMAP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Columns of a tile, which of them are chosen, and how many that are equal by the threshold
-    there were so far."""
+    """Return the columns of a tile, which of them are chosen, and the number of scores equal to the
+    threshold so far.
+    """
     column, score, there = _load(scores, start, length, TILE)
     spread = _bin(score, least, scale, REMAP)
     top = (_key(score).to(tl.uint64) >> shift).to(tl.uint32)
@@ -179,8 +185,9 @@ def choose_pages(  # type: ignore[no-untyped-def]
     scores, rows, tokens, table, length, k, tolerated, size, leading, trailing, width,
     REMAP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of one sequence: its first and last blocks, and the k best of those between them, as a table
-    of pages."""
+    """Write the table of pages of one sequence: its first and last blocks, and the k best blocks
+    between.
+    """
     total = tl.cdiv(tokens, size).to(tl.int32)
     begin = tl.minimum(leading, total)
     end = tl.maximum(begin, total - trailing)

@@ -1,9 +1,10 @@
 """Equal shares of a step's work (`kernels/workload.py`), planned on the device in one launch.
 
-Where a sequence or a program begins, a chunk does. Sorted, these cuts are what they are for: the
-place of a sequence's is its number and how many programs begin before it, that of a program's its
-number and how many sequences begin before it or there. So each finds its place, and the next cut,
-by itself."""
+A chunk begins at each cut, and a cut is the beginning of a sequence or of a program. Sorted, the
+cut of a sequence stands at its number plus the number of programs that begin before it. The cut of
+a program stands at its number plus the number of sequences that begin before it or at it. So each
+cut finds its own place, and the next cut, without a sort.
+"""
 
 import torch
 import triton
@@ -16,8 +17,9 @@ TILE = 512
 
 
 def plan_work(counts: Tensor, unit: int, programs: int) -> Workload:
-    """As `kvgraft.kernels.workload.plan_work`, of units of so many entries each; counts int64 [S]
-    lie where they are planned."""
+    """Plan as `kvgraft.kernels.workload.plan_work` does, for units of `unit` entries. `counts`,
+    int64 [S], are on the planning device.
+    """
     size, device = len(counts), counts.device
     chunks = torch.empty(programs + size, 3, dtype=torch.int32, device=device)
     begins, starts, first = (
@@ -40,7 +42,7 @@ def plan_work(counts: Tensor, unit: int, programs: int) -> Workload:
 
 @triton.jit
 def _up_to(starts, size, most, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many sequences begin at a unit of at most `most`."""
+    """Return the number of sequences that begin at a unit of at most `most`."""
     low, high = tl.zeros_like(most), tl.zeros_like(most) + size
     for _ in range(STEPS):
         middle = (low + high) // 2
@@ -53,7 +55,9 @@ def _up_to(starts, size, most, STEPS: tl.constexpr):  # type: ignore[no-untyped-
 
 @triton.jit
 def _store(chunks, place, starts, cut, upto, following, inside):  # type: ignore[no-untyped-def]
-    """The chunk from a cut to the following one, of the last sequence that begins up to there."""
+    """Store the chunk from a cut to the following one. It belongs to the last sequence that begins
+    at or before the cut.
+    """
     sequence = upto - 1
     tl.store(chunks + 3 * place, sequence, mask=inside)
     tl.store(
@@ -75,8 +79,9 @@ def _plan_work(  # type: ignore[no-untyped-def]
     STEPS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program: `starts`, where sequences begin among all units, then chunks, and the first of
-    each program and of each sequence."""
+    """One program: stores `starts`, the first unit of each sequence, then the chunks, and the first
+    chunk of each program and sequence.
+    """
     total = 0
     for number in range(0, size, TILE):
         s = number + tl.arange(0, TILE)
