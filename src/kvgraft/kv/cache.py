@@ -1,4 +1,4 @@
-"""The tensors of the paged KV pool (native host)."""
+"""Tensors of the paged KV pool of the native engine."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +10,7 @@ from kvgraft.kv.heads import StreamLayout
 
 
 def slots_of(pages: Sequence[int], block_size: int) -> Tensor:
-    """Slots of the tokens that a block table holds, in order: int64 [len(pages) * block_size]."""
+    """Return the slots of a block table's tokens, in order: int64 [len(pages) * block_size]."""
     table = torch.as_tensor(pages, dtype=torch.int64)  # [b]
     return (table[:, None] * block_size + torch.arange(block_size)).flatten()
 
@@ -20,13 +20,12 @@ class KVCache:
     offset`).
 
     Keys are stored rotated (after RoPE). Both tensors are [layout.width, num_pages * block_size,
-    head_dim]: which row and which page list hold a head's tokens is what `layout` says.
+    head_dim]. `layout` gives the row and the page list of each head.
 
     Args:
-        latent: what is kept of a token serves as its key and as its value (MLA): both are the same
-            tensor.
-        residual_layers: layers of which the residual stream that enters them is kept, too,
-            `hidden_size` numbers a token; it lies in the pages of the first list.
+        latent: one latent vector per token serves as key and value (MLA): both are the same tensor.
+        residual_layers: layers whose incoming residual stream is stored too, `hidden_size` numbers
+            a token, in the pages of the first list.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class KVCache:
         latent: bool = False,
         beside: int = 0,
     ) -> int:
-        """Bytes of one page: keys and values together, and `beside` numbers a token."""
+        """Return the bytes of one page: keys, values, and `beside` numbers per token."""
         return (
             ((1 if latent else 2) * layout.width * head_dim + beside) * block_size * dtype.itemsize
         )
@@ -72,21 +71,25 @@ class KVCache:
         return sum(tensor.nbytes for tensor in tensors) * self.block_size // self.keys.shape[1]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values [n, num_kv_heads, head_dim] of one layer at slots int64 [lists, n],
-        each list's own."""
+        """Store keys and values [n, num_kv_heads, head_dim] of one layer.
+
+        `slots`, int64 [lists, n], has the slots of each page list.
+        """
         write_rows(self.pools, (keys, values)[: len(self.pools)], self.layout.layers[layer], slots)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, num_kv_heads, head_dim] of one layer at slots int64 [lists, n]."""
+        """Return keys and values [n, num_kv_heads, head_dim] of one layer at slots int64 [lists,
+        n].
+        """
         parts = read_rows(self.pools, self.layout.layers[layer], slots)
         return parts[0], parts[-1]
 
     def read_keys(self, layer: int, slots: Tensor) -> Tensor:
-        """Only the keys."""
+        """Return the keys as `read` does."""
         return read_rows((self.keys,), self.layout.layers[layer], slots)[0]
 
     def require_residuals(self, layers: Iterable[int]) -> None:
-        """Raise ValueError unless the residual stream that enters these layers is kept."""
+        """Raise ValueError unless the residual stream that enters these layers is stored."""
         if missing := sorted(set(layers) - self.residuals.keys()):
             kept = ", ".join(map(str, self.residuals)) or "none"
             raise ValueError(
@@ -95,8 +98,9 @@ class KVCache:
             )
 
     def write_residual(self, layer: int, slots: Tensor, states: Tensor) -> None:
-        """Keep the states [n, D] that enter a layer, if it is one of the residual_layers, at slots
-        int64 [lists, n]."""
+        """Store the states [n, D] that enter a layer at slots int64 [lists, n], if it is one of the
+        residual_layers.
+        """
         if layer in self.residuals:
             self.residuals[layer][slots[0]] = states
 
@@ -109,7 +113,7 @@ class KVCache:
             pool[:, new] = pool[:, old]
 
     def poison(self, pages: Sequence[int]) -> None:
-        """Fill pages with NaN, so that a read of dead content shows (tests)."""
+        """Fill pages with NaN, so that tests detect reads of dropped content."""
         slots = slots_of(pages, self.block_size).to(self.keys.device)
         for pool in self.pools:
             pool[:, slots] = float("nan")

@@ -1,5 +1,6 @@
-"""Documents that were read on their own, whole and outside the page pool; of them a prompt keeps a
-part (SamKV)."""
+"""Documents that were computed alone, whole and outside the page pool. A prompt keeps a part of
+them (SamKV).
+"""
 
 import hashlib
 from collections import OrderedDict
@@ -11,12 +12,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BlockCut:
-    """How documents are cut (SamKV, section 4.1).
+    """Cut of documents into blocks (SamKV, section 4.1).
 
     Attributes:
         size: tokens of a block.
-        initial, local: blocks at the beginning and at the end that are always kept; a document that
-            has no more is kept whole.
+        initial, local: blocks at the beginning and at the end that are always kept. A document
+            without other blocks is kept whole.
     """
 
     size: int = 64
@@ -24,21 +25,21 @@ class BlockCut:
     local: int = 2
 
     def count(self, num_tokens: int) -> int:
-        """Blocks of a document, the last of which may be shorter."""
+        """Return the number of blocks of a document. The last one may be shorter."""
         return -(-num_tokens // self.size)
 
     def middle(self, num_tokens: int) -> range:
-        """The blocks of a document that are not always kept."""
+        """Return the blocks of a document that are not always kept."""
         count = self.count(num_tokens)
         first = min(self.initial, count)
         return range(first, max(count - self.local, first))
 
     def num_anchors(self, num_tokens: int) -> int:
-        """Tokens of a document that are always kept."""
+        """Return the number of tokens of a document that are always kept."""
         return num_tokens - len(self.middle_tokens(num_tokens))
 
     def middle_tokens(self, num_tokens: int) -> range:
-        """The tokens of the middle blocks."""
+        """Return the tokens of the middle blocks."""
         middle = self.middle(num_tokens)
         return range(
             min(middle.start * self.size, num_tokens), min(middle.stop * self.size, num_tokens)
@@ -47,21 +48,20 @@ class BlockCut:
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """A text that was read on its own, from position 0, and what is known of its blocks at load
-    time.
+    """A text that was computed alone, from position 0, and statistics of its blocks.
 
     Attributes:
         keys, values: [L, Hkv, n, d]; keys are rotated for positions 0..n-1.
-        block_size: tokens of each of the B blocks, of which the last may be shorter.
+        block_size: tokens of each of the B blocks; the last may be shorter.
         block_keys: [L, B, Hkv, d], the mean key of each block.
         local_query: [L, Hq, d], the mean query of the local blocks (Q_loc).
-        exponents: float32 [L, B], of the power law by which the attention that a block's
-            representative token receives decays: the smallest is the most important block (Appendix
-            A.1). Infinite where too little text follows.
-        attention: float32 [L, B], what it receives on average: the smallest is the most unimportant
+        exponents: float32 [L, B], exponent of the power law by which the attention to a block's
+            representative token decays: the smallest is the most important block (Appendix A.1).
+            Infinite where too little text follows.
+        attention: float32 [L, B], mean attention to that token: the smallest is the least important
             block.
-        outliers: bool [L, n], representative tokens of middle blocks whose exponent is
-            exceptionally small among these: to be recomputed.
+        outliers: bool [L, n], representative tokens of middle blocks with an exceptionally small
+            exponent: to be recomputed.
     """
 
     keys: Tensor
@@ -75,21 +75,21 @@ class Document:
 
     @property
     def num_tokens(self) -> int:
-        """n."""
+        """n, the number of tokens."""
         return self.keys.shape[2]
 
     @property
     def nbytes(self) -> int:
-        """Host memory that it takes."""
+        """Bytes of host memory."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
 
 class DocumentStore:
-    """Documents by their tokens and scope, least recently used out first.
+    """Documents by tokens and scope, with least-recently-used eviction.
 
     Args:
-        capacity: bytes. What a running request holds stays until it ends, whether it is still here
-            or not.
+        capacity: bytes. A document of a running request lives until the request ends, even after
+            its eviction.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -105,15 +105,16 @@ class DocumentStore:
         return len(self._documents)
 
     def get(self, tokens: np.ndarray, scope: bytes, blocks: BlockCut) -> Document | None:
-        """The document of these tokens int [n], read in this scope and cut like this."""
+        """Return the document of tokens int [n] in this scope and with this cut, or None."""
         key = _key(tokens, scope, blocks)
         if key in self._documents:
             self._documents.move_to_end(key)
         return self._documents.get(key)
 
     def put(self, tokens: np.ndarray, scope: bytes, blocks: BlockCut, document: Document) -> None:
-        """Keep a document, in place of older ones if there is no room; one larger than the store is
-        not kept."""
+        """Store a document, and evict older ones if there is no room. A document larger than the
+        store is not kept.
+        """
         if document.nbytes > self.capacity:
             return
         key = _key(tokens, scope, blocks)
@@ -125,7 +126,7 @@ class DocumentStore:
             self.nbytes -= self._documents.popitem(last=False)[1].nbytes
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all documents."""
         self._documents.clear()
         self.nbytes = 0
 

@@ -1,10 +1,11 @@
-"""Head classes, and how they share pages: the SegPaged layout (RedKnot, sections 3.2 and 4.3).
+"""Head classes and their shared pages: the SegPaged layout (RedKnot, sections 3.2 and 4.3).
 
 The tokens of one KV head of one layer are a *stream*. Streams whose tokens live equally long share
-a page list: all heads that keep everything follow the first list; local heads, of which only sinks
-and a window are kept, the others. Every page holds `block_size` tokens of as many streams as there
-are in the first list, so that one pool of equal pages serves all lists. Without a head map all
-streams share one list, and a page is what it is in any paged cache."""
+a page list. Heads that keep all tokens follow the first list. Local heads keep only sinks and a
+window, and follow the other lists. Every page holds `block_size` tokens of a fixed number of
+streams, that of the first list, so one pool of equal pages serves all lists. Without a head map all
+streams share one list, as in any paged cache.
+"""
 
 import hashlib
 from dataclasses import dataclass
@@ -16,15 +17,17 @@ import numpy as np
 from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kv.profiles import ModelProfile
 
-HEAD_MAP_FILE = "heads.json"  # in a model directory
+# name of the file in a model directory
+HEAD_MAP_FILE = "heads.json"
 
 
 class HeadClass(StrEnum):
-    """What a KV head needs.
+    """Class of a KV head.
 
-    GLOBAL: its output shifts with the text before it, so that it is recomputed, over everything.
-    RETRIEVAL: it sees everything, but its cached KV stays right when it moves. LOCAL: it sees the
-    sinks and a window."""
+    GLOBAL: sees all tokens, and its output depends on the text before, so its KV is recomputed.
+    RETRIEVAL: sees all tokens, but its cached KV stays right at another position. LOCAL: sees the
+    sinks and a window.
+    """
 
     GLOBAL = "global"
     RETRIEVAL = "retrieval"
@@ -32,14 +35,13 @@ class HeadClass(StrEnum):
 
 
 class HeadMap(ModelProfile, frozen=True, forbid_unknown_fields=True):
-    """The classes of a model's KV heads, found offline (`kvgraft profile-heads`).
+    """Classes of a model's KV heads, measured offline (`kvgraft profile-heads`).
 
     Attributes:
-        sinks, window: what local heads see: first tokens of a prompt, and last tokens up to the
-            query's own.
-        classes: of every layer and KV head.
-        shift, far_mass, effect: what the profiler measured of every layer and KV head; empty if it
-            did not.
+        sinks, window: number of tokens that local heads see at the beginning of a prompt, and up to
+            the query's own.
+        classes: class of each layer and KV head.
+        shift, far_mass, effect: measurements of each layer and KV head; empty if not measured.
     """
 
     sinks: int
@@ -72,12 +74,12 @@ class HeadMap(ModelProfile, frozen=True, forbid_unknown_fields=True):
 
     @property
     def num_kept(self) -> int:
-        """Heads, over all layers, that keep every token."""
+        """Number of heads, over all layers, that keep every token."""
         return sum(found is not HeadClass.LOCAL for layer in self.classes for found in layer)
 
     @property
     def digest(self) -> str:
-        """Hexadecimal SHA-256 of what decides which tokens are kept."""
+        """Hexadecimal SHA-256 of the settings that determine which tokens are kept."""
         kept = (
             self.sinks,
             self.window,
@@ -86,19 +88,19 @@ class HeadMap(ModelProfile, frozen=True, forbid_unknown_fields=True):
         return hashlib.sha256(msgspec.json.encode(kept)).hexdigest()
 
     def heads(self, layer: int, *classes: HeadClass) -> tuple[bool, ...]:
-        """Which KV heads of a layer are of one of these classes."""
+        """Return for each KV head of a layer whether it is of one of these classes."""
         return tuple(found in classes for found in self.classes[layer])
 
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """Where the stream of every layer and KV head lies.
+    """Places of the streams of all layers and KV heads.
 
     Attributes:
-        layers: of every layer the stream and the page list of its heads.
+        layers: streams and page lists of each layer's heads.
         width: streams of a page.
         num_lists: page lists of a sequence; the first keeps every token.
-        sinks, window: what the other lists keep.
+        sinks, window: tokens that the other lists keep.
     """
 
     layers: tuple[LayerHeads, ...]
@@ -109,7 +111,7 @@ class StreamLayout:
 
     @classmethod
     def dense(cls, num_layers: int, num_kv_heads: int) -> "StreamLayout":
-        """All heads keep everything."""
+        """Return the layout in which all heads keep all tokens."""
         shared = ((0,) * num_kv_heads, (False,) * num_kv_heads)
         starts = range(0, num_layers * num_kv_heads, num_kv_heads)
         return cls(
@@ -121,12 +123,15 @@ class StreamLayout:
 
     @classmethod
     def by_class(cls, head_map: HeadMap) -> "StreamLayout":
-        """Local heads keep sinks and window only. Their last list is padded; what that costs is a
-        window's pages."""
+        """Return the layout in which local heads keep only sinks and window.
+
+        The last local list is padded, which costs the pages of one window.
+        """
         width, counts, layers = head_map.num_kept, {True: 0, False: 0}, []
         for index in range(len(head_map.classes)):
             local = head_map.heads(index, HeadClass.LOCAL)
-            numbers = []  # of each head among the streams of its kind
+            # number of each head among the streams of its kind
+            numbers = []
             for kind in local:
                 numbers.append(counts[kind])
                 counts[kind] += 1
@@ -140,7 +145,7 @@ class StreamLayout:
         )
 
     def streams(self, page_list: int, layers: range) -> range:
-        """The streams that these layers have in a list; they are consecutive if the layers are."""
+        """Return the streams of these layers in a list. They are consecutive if the layers are."""
         found = [
             stream
             for index in layers
@@ -152,16 +157,17 @@ class StreamLayout:
         return range(min(found), max(found) + 1) if found else range(0)
 
     def seen(self, blocks: np.ndarray, first: int, block_size: int) -> np.ndarray:
-        """bool [b]: whether local heads see anything of blocks int [b] from a query at position
-        `first`, or later."""
+        """Return whether local heads see any token of blocks int [b] from a query at position
+        `first` or later, bool [b].
+        """
         seen: np.ndarray = blocks * block_size < self.sinks
         return seen | ((blocks + 1) * block_size > first - self.window + 1)
 
     @property
     def num_local_lists(self) -> int:
-        """Lists that keep sinks and window."""
+        """Number of lists that keep sinks and window."""
         return self.num_lists - 1
 
     def window_blocks(self, block_size: int) -> int:
-        """Blocks that a local list holds at most between two decode steps."""
+        """Return the maximum number of blocks in a local list between two decode steps."""
         return -(-self.sinks // block_size) + -(-(self.window - 1) // block_size) + 1

@@ -1,4 +1,4 @@
-"""How much attention the tokens of a text receive from those behind them (SamKV, Appendix A)."""
+"""Attention that the tokens of a text receive from later tokens (SamKV, Appendix A)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,19 +7,28 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-MOST_ROWS = 256  # queries whose attention weights are held at a time
-MOST_WEIGHTS = 1 << 22  # of all heads together, that are held at a time
-FLOOR = 1e-7  # least weight whose logarithm is taken
-ENOUGH = 8  # tokens that must follow one, for a fit
-SIGMAS = 3.0  # of the PauTa criterion
+# queries whose attention weights are in memory at a time
+MOST_ROWS = 256
+# attention weights of all heads in memory at a time
+MOST_WEIGHTS = 1 << 22
+# smaller weights are raised to this before the logarithm
+FLOOR = 1e-7
+# tokens that must follow a token for a fit
+ENOUGH = 8
+# standard deviations of the PauTa criterion
+SIGMAS = 3.0
 
 
 @dataclass(frozen=True, eq=False)
 class Received:
-    """Of every token, float32 [n]: `mean` attention from the tokens behind it, over all heads, and
-    the `exponent` of the power law y = x ** -exponent by which it decays with the distance x;
-    infinite if fewer than 8 follow. The law has no other factor: only so does a smaller exponent
-    mean more attention everywhere."""
+    """Attention that each token receives, float32 [n].
+
+    Attributes:
+        mean: mean attention from later tokens, over all heads.
+        exponent: exponent of the power law y = x ** -exponent by which it decays with the distance
+            x; infinite if fewer than 8 tokens follow. The law has no other factor, so a smaller
+            exponent always means more attention at every distance.
+    """
 
     mean: Tensor
     exponent: Tensor
@@ -27,8 +36,9 @@ class Received:
 
 @dataclass(frozen=True, eq=False)
 class BlockImportance:
-    """Of every block [B] the representative token (int64), its exponent and its mean attention
-    (float32)."""
+    """Representative token of each block [B] (int64), its exponent and its mean attention
+    (float32).
+    """
 
     representative: Tensor
     exponent: Tensor
@@ -38,11 +48,13 @@ class BlockImportance:
 def received_attention(
     query: Tensor, keys: Tensor, over_heads: Callable[[Tensor], Tensor] = lambda weights: weights
 ) -> Received:
-    """One layer of a text: query [n, Hq, d] and keys [n, Hkv, d], rotated. Least squares in log-log
-    space, through the point (1, 1).
+    """Return the attention that the tokens of a text receive in one layer.
+
+    Fits by least squares in log-log space, through the point (1, 1).
 
     Args:
-        over_heads: what is summed over these heads -> over all, if there are others.
+        query, keys: [n, Hq, d] and [n, Hkv, d], rotated.
+        over_heads: turns sums over these heads into sums over all heads, if there are others.
     """
     count, size = keys.shape[0], keys.shape[-1]
     here = torch.arange(count, device=keys.device)
@@ -58,7 +70,7 @@ def received_attention(
         summed = over_heads(
             logits.masked_fill(past > at, float("-inf")).softmax(-1).sum((0, 1))
         ).double()
-        weights = summed / summed.sum(1, keepdim=True)  # every head gives 1 in all
+        weights = summed / summed.sum(1, keepdim=True)  # the weights of every head sum to 1
         behind = past < at
         x = (at - past).clamp(min=1).double().log()
         y = weights.clamp(min=FLOOR).log()
@@ -72,7 +84,9 @@ def received_attention(
 
 
 def by_block(received: Received, block_size: int) -> BlockImportance:
-    """The token of each block that receives most stands for it (Appendix A.1)."""
+    """Choose the token of each block that receives most attention as its representative (Appendix
+    A.1).
+    """
     count = received.mean.numel()
     padded = torch.nn.functional.pad(received.mean, (0, -count % block_size), value=-1.0)
     representative = padded.view(-1, block_size).argmax(1)
@@ -85,8 +99,11 @@ def by_block(received: Received, block_size: int) -> BlockImportance:
 
 
 def exceptionally_small(values: Tensor) -> Tensor:
-    """bool [B]: more than three standard deviations below the mean (PauTa criterion); infinite
-    values do not count. Among fewer than eleven values nothing can be."""
+    """Return which values are more than three standard deviations below the mean, bool [B] (PauTa
+    criterion).
+
+    Infinite values do not count. Among fewer than eleven values none can be.
+    """
     finite = values[values.isfinite()]
     if finite.numel() < 2:
         return torch.zeros_like(values, dtype=torch.bool)
@@ -94,5 +111,7 @@ def exceptionally_small(values: Tensor) -> Tensor:
 
 
 def ranks(values: Tensor) -> Tensor:
-    """int64 [..., B]: the place of each value in ascending order, from 0; ties as they stand."""
+    """Return the place of each value in ascending order, int64 [..., B] from 0. Ties keep their
+    order.
+    """
     return values.argsort(stable=True, dim=-1).argsort(-1)

@@ -1,4 +1,4 @@
-"""The page lists of one sequence, and which local pages belong to a page of the first list."""
+"""Page lists of one sequence, and the local pages that belong to pages of the first list."""
 
 from collections.abc import Iterable
 
@@ -11,12 +11,12 @@ from kvgraft.kv.pages import PagePool
 
 
 class PageLists:
-    """The pages of one sequence by list and block, expanded to slots for the kernels.
+    """Pages of one sequence by list and block, and their slots for the kernels.
 
     Attributes:
         pages: int64 [lists, blocks], -1 where a list holds no page of a block.
-        slots: int64 [lists, blocks * block_size] on the pool's device, -1 likewise.
-        spare: pages reserved for its local lists.
+        slots: int64 [lists, blocks * block_size] on the pool's device, -1 where there is no page.
+        spare: pages reserved for the local lists of the sequence.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class PageLists:
 
     @property
     def held(self) -> list[int]:
-        """Every page, each once, in the order in which they may be reclaimed last."""
+        """All pages, each once, in the order for release: the pool reclaims the last one first."""
         return [
             *self.pages[0][self.pages[0] >= 0].tolist(),
             *self.pages[1:][self.pages[1:] >= 0].tolist(),
@@ -40,7 +40,7 @@ class PageLists:
         ]
 
     def place(self, lists: slice, blocks: np.ndarray, pages: np.ndarray) -> None:
-        """Put pages int [lists, b] into blocks int [b]; -1 takes them out."""
+        """Put pages int [lists, b] into blocks int [b]; -1 removes them."""
         self.pages[lists, blocks] = pages
         slots = pages[..., None] * self.block_size + np.arange(self.block_size)
         slots[pages < 0] = -1
@@ -50,14 +50,14 @@ class PageLists:
         self.slots.view(len(self.slots), -1, self.block_size)[lists, places] = placed
 
     def shorten(self, num_blocks: int) -> list[int]:
-        """Have only the first blocks; returns the pages of the others."""
+        """Keep only the first blocks, and return the pages of the others."""
         dropped = self.pages[:, num_blocks:]
         self.pages = self.pages[:, :num_blocks]
         self.slots = self.slots[:, : num_blocks * self.block_size]
         return dropped[dropped >= 0].tolist()
 
     def add_local(self, pool: PagePool, blocks: np.ndarray) -> None:
-        """Have pages in all local lists for blocks int [b]: reserved ones first."""
+        """Add pages for blocks int [b] to all local lists. Reserved pages are used first."""
         missing = blocks[(self.pages[1:, blocks] < 0).any(0)]
         count = missing.size * self.layout.num_local_lists
         if count:
@@ -66,7 +66,7 @@ class PageLists:
             self.place(slice(1, None), missing, np.array(taken).reshape(-1, missing.size))
 
     def leave_behind(self, pool: PagePool, first: int) -> None:
-        """Give back the local pages that no query from position `first` on sees."""
+        """Release the local pages that no query from position `first` on sees."""
         held = np.flatnonzero((self.pages[1:] >= 0).any(0))
         gone = held[~self.layout.seen(held, first, self.block_size)]
         if gone.size:
@@ -74,7 +74,9 @@ class PageLists:
             self.place(slice(1, None), gone, np.full((self.layout.num_local_lists, gone.size), -1))
 
     def settle(self, pool: PagePool, num_local: int) -> None:
-        """Hold exactly `num_local` local pages from here on, in use and spare together."""
+        """Reserve or release pages until the sequence holds exactly `num_local` local pages, spare
+        ones included.
+        """
         count = num_local - int((self.pages[1:] >= 0).sum())
         if count < len(self.spare):
             pool.release(self.spare[count:])
@@ -84,9 +86,10 @@ class PageLists:
 
 
 class LocalPages:
-    """For every page of the first list the pages of the local lists that hold the same tokens.
+    """Pages of the local lists that hold the same tokens as each page of the first list.
 
-    Each lives as long as it happens to: what a window has left behind is reclaimed first.
+    The pool may reclaim each of them at any time. Pages that a window has passed are reclaimed
+    first.
     """
 
     def __init__(self, pool: PagePool, num_local_lists: int) -> None:
@@ -96,8 +99,12 @@ class LocalPages:
         self._owner_versions = np.zeros((pool.num_pages, num_local_lists), np.int64)
 
     def record(self, pages: np.ndarray, local: np.ndarray) -> None:
-        """pages int [b] of the first list, local int [local lists, b], -1 where there is none: what
-        was known stays."""
+        """Record local pages of the first list's pages.
+
+        Args:
+            pages: int [b], pages of the first list.
+            local: int [local lists, b]; -1 leaves a recorded page unchanged.
+        """
         new = local.T >= 0  # [b, lists]
         rows = np.repeat(pages[:, None], new.shape[1], axis=1)[new]
         columns = np.broadcast_to(np.arange(new.shape[1]), new.shape)[new]
@@ -107,12 +114,14 @@ class LocalPages:
         self._pool.keep(local.T[new].tolist())
 
     def of(self, pages: np.ndarray) -> np.ndarray:
-        """int64 [b, local lists]: those that still hold their tokens, -1 for others."""
+        """Return the local pages that still hold their tokens, int64 [b, local lists]; -1 for
+        others.
+        """
         known, versions = self._pages[pages], self._pool.versions
         same_page = self._versions[pages] == versions[known]
         same_owner = self._owner_versions[pages] == versions[pages, None]
         return np.where((known >= 0) & same_page & same_owner, known, -1)
 
     def complete(self, pages: Iterable[int]) -> np.ndarray:
-        """bool [b]: whether every local list still holds these tokens."""
+        """Return whether every local list still holds these tokens, bool [b]."""
         return np.asarray((self.of(np.fromiter(pages, np.int64)) >= 0).all(axis=1))

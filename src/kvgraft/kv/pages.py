@@ -1,10 +1,11 @@
-"""Physical blocks of the KV pool: reference counts, reuse by exact prefix, least-recently-used
-reclaim.
+"""Physical blocks of the KV pool: reference counts, exact prefix cache, least-recently-used
+eviction.
 
-Only bookkeeping lives here; the tensors are in `kvgraft.kv.cache`. A page is in exactly one of two
-states: *used* (reference count > 0) or *free*. A free page may still hold content that a lookup can
-find; it keeps that content until `allocate` reclaims it, oldest first. Pinned pages are used pages
-whose reference the pinned documents hold."""
+Only bookkeeping is here; the tensors are in `kvgraft.kv.cache`. A page is either *used* (reference
+count > 0) or *free*. A free page may still hold content that a lookup can find. It keeps the
+content until `allocate` reclaims the page, oldest first. Pinned pages are used pages whose
+reference the pinned documents hold.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -13,11 +14,12 @@ from itertools import islice
 import numpy as np
 
 PageListener = Callable[[Sequence[int]], None]
-_ONE = np.int32(1)  # of the counts' own type: `np.add.at` is slow with others
+# dtype of the counts: `np.add.at` is slow with other dtypes
+_ONE = np.int32(1)
 
 
 class PoolExhausted(RuntimeError):
-    """More pages were asked for than are free; callers check `num_free` first."""
+    """Error of a request for more pages than are free; callers check `num_free` first."""
 
 
 class PagePool:
@@ -25,7 +27,7 @@ class PagePool:
 
     Args:
         num_pages: pages in the pool.
-        block_size: tokens a page holds.
+        block_size: tokens per page.
         on_drop: called with the pages whose content has just become unreachable (tests poison
             them).
     """
@@ -40,10 +42,13 @@ class PagePool:
         self.num_pages = num_pages
         self.block_size = block_size
         self.ref_counts = np.zeros(num_pages, np.int32)
-        self.versions = np.zeros(num_pages, np.int64)  # grows when a page loses its content
-        self.hit_counts = np.zeros(num_pages, np.int64)  # how often the page's content was reused
-        self._kept = np.zeros(num_pages, bool)  # content worth keeping while the page is free
-        # first is reclaimed first
+        # increases when a page loses its content
+        self.versions = np.zeros(num_pages, np.int64)
+        # number of reuses of the page's content
+        self.hit_counts = np.zeros(num_pages, np.int64)
+        # True for pages whose content is kept while they are free
+        self._kept = np.zeros(num_pages, bool)
+        # the first page is reclaimed first
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
         self._page_by_hash: dict[bytes, int] = {}
         self._hash_by_page: dict[int, bytes] = {}
@@ -51,21 +56,22 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that `allocate` can hand out, cached content included."""
+        """Number of pages that `allocate` can return, including pages with cached content."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
-        """Pages that are referenced, pinned ones included."""
+        """Number of referenced pages, including pinned ones."""
         return self.num_pages - self.num_free
 
     def ref_count(self, page: int) -> int:
-        """How many references a page has."""
+        """Return the number of references to a page."""
         return int(self.ref_counts[page])
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages with one reference each, reclaiming the least recently used
-        content."""
+        """Take `count` pages with one reference each. Pages with the least recently used content
+        are reclaimed first.
+        """
         if count > self.num_free:
             raise PoolExhausted(
                 f"{count} pages asked for, {self.num_free} of {self.num_pages} are free"
@@ -73,6 +79,7 @@ class PagePool:
         pages = list(islice(self._free, count))
         for page in pages:
             del self._free[page]
+
         where = np.array(pages, np.int64)
         self._drop(where[self._kept[where]].tolist())
         self.ref_counts[where] = 1
@@ -85,8 +92,9 @@ class PagePool:
         np.add.at(self.ref_counts, np.array(pages, np.int64), _ONE)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give references back, last page first, so that the tail of a request is reclaimed before
-        its head."""
+        """Release references, last page first, so that the tail of a request is reclaimed before
+        its head.
+        """
         where = np.array(pages, np.int64)
         np.subtract.at(self.ref_counts, where, _ONE)
         if (missing := self.ref_counts[where] < 0).any():
@@ -94,50 +102,51 @@ class PagePool:
             raise RuntimeError(
                 f"page {where[missing][0]} was released more often than it was acquired"
             )
+
         freed = where[self.ref_counts[where] == 0]
         self._free.update(dict.fromkeys(_last_first(freed)))
+
         emptied = _last_first(freed[~self._kept[freed]])
         for page in emptied:
             self._free.move_to_end(page, last=False)
         self._drop(emptied)
 
     def keep(self, pages: Sequence[int]) -> None:
-        """Mark content as worth finding again: it outlives its last reference until it is
-        reclaimed."""
+        """Mark content as reusable: it outlives its last reference until the page is reclaimed."""
         self._kept[pages] = True
 
     def forget(self, pages: Sequence[int]) -> None:
-        """Let nobody find what these free pages hold: they are the next to be reclaimed."""
+        """Drop the content of these free pages. They are the next to be reclaimed."""
         for page in pages:
             self._free.move_to_end(page, last=False)
         self._drop([page for page in pages if self._kept[page]])
 
     def publish(self, page: int, chain_hash: bytes) -> None:
-        """Offer a page's *exact* content to prefix lookups. The first page of a hash stays the
-        canonical one."""
+        """Register a page's *exact* content for prefix lookups. The first page with a hash stays
+        the canonical one.
+        """
         if self._page_by_hash.setdefault(chain_hash, page) == page:
             self._hash_by_page[page] = chain_hash
         self.keep([page])
 
     def lookup(self, chain_hash: bytes) -> int | None:
-        """The page that holds exactly this prefix block, if any."""
+        """Return the page that holds exactly this prefix block, or None."""
         return self._page_by_hash.get(chain_hash)
 
     def lookup_all(self, chain_hashes: Iterable[bytes]) -> list[int | None]:
-        """`lookup` of many."""
+        """Return the result of `lookup` for each hash."""
         return list(map(self._page_by_hash.get, chain_hashes))
 
     def versions_of(self, pages: Sequence[int]) -> np.ndarray:
-        """int64 [n]: version of the content of each page."""
+        """Return the version of each page's content, int64 [n]."""
         return self.versions[pages]
 
     def is_live(self, pages: np.ndarray, versions: np.ndarray) -> np.ndarray:
-        """Whether each page still holds the content it had at that version. bool, same shape."""
+        """Return whether each page still holds the content of that version, bool of the same shape."""
         return self.versions[pages] == versions
 
     def clear(self) -> None:
-        """Forget all content; only free pages may hold any, so this needs an idle pool apart from
-        pinned pages."""
+        """Forget all content of free pages. Apart from pinned pages the pool must be idle."""
         self._drop(
             [
                 page
@@ -147,7 +156,7 @@ class PagePool:
         )
 
     def check(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Raise RuntimeError unless the counts follow from the block tables that are alive."""
+        """Raise RuntimeError unless the reference counts agree with the live block tables."""
         expected = np.zeros(self.num_pages, np.int32)
         for table in block_tables:
             np.add.at(expected, np.asarray(table, np.int64), 1)
@@ -163,6 +172,7 @@ class PagePool:
             raise RuntimeError("a published page is not the page that its hash finds")
 
     def _drop(self, pages: Sequence[int]) -> None:
+        """Forget the content of pages, and report them to `on_drop`."""
         for page in pages:
             if (key := self._hash_by_page.pop(page, None)) is not None:
                 del self._page_by_hash[key]
@@ -175,5 +185,5 @@ class PagePool:
 
 
 def _last_first(pages: np.ndarray) -> list[int]:
-    """Each page once, the last one first."""
+    """Return each page once, the last one first."""
     return list(dict.fromkeys(pages.tolist()))[::-1]

@@ -1,18 +1,19 @@
-"""What is measured of a model offline and lies beside its weights as JSON."""
+"""Offline measurements of a model, stored as JSON in the model's directory."""
 
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
-LAYERS_FILE = "layers.json"  # in a model directory
+# name of the file in a model directory
+LAYERS_FILE = "layers.json"
 
 
 class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A JSON file about one model.
 
     Attributes:
-        model: fingerprint of the checkpoint that it was made for (`ModelConfig.identity`).
+        model: fingerprint of the measured checkpoint (`ModelConfig.identity`).
     """
 
     model: str
@@ -22,8 +23,8 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Read a file.
 
         Raises:
-            FileNotFoundError, ValueError: there is none, or it is no such profile; the message says
-                why.
+            FileNotFoundError, ValueError: there is no file, or it is not such a profile; the
+                message says why.
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"no such file: {path}")
@@ -34,11 +35,11 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def describe(cls) -> str:
-        """What messages call it."""
+        """Return the name of the profile in messages."""
         return "profile"
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, a row of a matrix or a record a line."""
+        """Write the profile as JSON, with one line per matrix row or record."""
         fields = []
         for name, value in msgspec.structs.asdict(self).items():
             is_matrix = (
@@ -56,7 +57,7 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Path(path).write_text("{\n" + ",\n".join(fields) + "\n}\n")
 
     def check_model(self, model: str) -> None:
-        """Raise ValueError unless it was made for this model."""
+        """Raise ValueError unless the profile was made for this model."""
         if self.model != model:
             raise ValueError(
                 f"the {self.describe()} was made for model {self.model[:12]}, this one is "
@@ -65,12 +66,12 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LayerProfile(ModelProfile, frozen=True, forbid_unknown_fields=True):
-    """Which layers agree on what is important in a text (SamKV, Appendix A.2, `kvgraft
+    """Layers that agree on the most important block of a text (SamKV, Appendix A.2, `kvgraft
     profile-layers`).
 
     Attributes:
         stable: N*, ascending.
-        scores: of every layer the share of texts whose most important block stands out there.
+        scores: for each layer, share of texts whose most important block stands out in it.
     """
 
     stable: tuple[int, ...]
@@ -81,7 +82,7 @@ class LayerProfile(ModelProfile, frozen=True, forbid_unknown_fields=True):
         return "layer profile"
 
     def check(self, model: str, num_layers: int) -> None:
-        """Raise ValueError unless it was made for this model and can be used."""
+        """Raise ValueError unless the profile was made for this model and is valid."""
         self.check_model(model)
         if not self.stable or sorted(set(self.stable)) != list(self.stable):
             raise ValueError(
@@ -94,6 +95,7 @@ class LayerProfile(ModelProfile, frozen=True, forbid_unknown_fields=True):
 
 
 def last_layers(num_layers: int) -> tuple[int, ...]:
-    """N* of a model that nobody has profiled: the last eighth, at least one, as the paper found it
-    in three models."""
+    """Return the default N* of a model without a profile: the last eighth of its layers, at least
+    one. The paper found this in three models.
+    """
     return tuple(range(num_layers - max(1, num_layers // 8), num_layers))

@@ -1,11 +1,12 @@
-"""Static rotary position embedding (RoPE), half-split layout: element i turns with element i +
+"""Static rotary position embedding (RoPE), half-split layout: element i rotates with element i +
 head_dim / 2.
 
-Where only a part of a head turns (MLA), its pairs are the last of each half, and all others stand
-still.
+If only a part of a head rotates (MLA), its pairs are the last of each half, and all others stay
+unchanged.
 
-`R(new - old)` moves a cached key from one position to another (SparseX, section 3.1). That holds
-only while the frequencies do not depend on the sequence, so every dynamic kind is refused."""
+`R(new - old)` moves a cached key from one position to another (SparseX, section 3.1). This is valid
+only while the frequencies do not depend on the sequence, so every dynamic kind is refused.
+"""
 
 import math
 from collections.abc import Mapping
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from kvgraft.kv import rope_scaling
 
-LEAST_KEPT = 4095  # position up to which the smallest table that is kept goes
+# last position of the smallest cached table
+LEAST_KEPT = 4095
 Kind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
-# the names of Hugging Face `rope_parameters` -> the fields of Rope
+# names of Hugging Face `rope_parameters` -> fields of Rope
 _FIELDS = {
     "rope_theta": "theta",
     "factor": "factor",
@@ -33,14 +35,16 @@ _FIELDS = {
     "beta_slow": "beta_slow",
 }
 _ORIGINAL = "original_max_position_embeddings"
-_NEEDED = {  # the names that each kind must be given
+# required names of each kind
+_NEEDED = {
     "default": ("rope_theta",),
     "linear": ("rope_theta", "factor"),
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("rope_theta", "factor", _ORIGINAL),
     "longrope": ("rope_theta", _ORIGINAL, "short_factor", "long_factor"),
 }
-_DEEPSEEK = ("deepseek_yarn", "deepseek_llama_scaling")  # what vLLM calls yarn in DeepSeek's models
+# vLLM's names of yarn in DeepSeek's models
+_DEEPSEEK = ("deepseek_yarn", "deepseek_llama_scaling")
 _OF_YARN = {"mscale", "mscale_all_dim", "attention_factor", "truncate"}
 _OF_LONGROPE = {"short_factor", "long_factor", "short_mscale", "long_mscale", "attention_factor"}
 _KNOWN = {*_FIELDS, *_OF_YARN, *_OF_LONGROPE, "rope_type", "type", "partial_rotary_factor"}
@@ -48,17 +52,20 @@ _KNOWN = {*_FIELDS, *_OF_YARN, *_OF_LONGROPE, "rope_type", "type", "partial_rota
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary frequencies of one model. `factor` serves linear, llama3 and yarn.
+    """Rotary frequencies of one model. `factor` serves linear, llama3 and yarn.
 
     Attributes:
+        head_dim: size of a head.
+        theta: base of the frequencies.
         low_freq_factor, high_freq_factor: llama3 only.
-        original_max_position: positions that the model was first trained on; llama3 and yarn.
+        original_max_position: number of positions in the first training of the model; llama3 and
+            yarn.
         beta_fast, beta_slow, truncate: yarn only.
-        factors: longrope only, by which each frequency is divided, [num_turning / 2].
-        attention_factor: by which a host multiplies cosine and sine when it rotates a fresh query
-            or key; 1.0 but for yarn and longrope. `table` leaves it out, since a shift must not
-            apply it again.
-        rotary_dim: elements of a head that turn; None is all.
+        factors: longrope only, divisor of each frequency, [num_turning / 2].
+        attention_factor: factor of cosine and sine when a host rotates a fresh query or key; 1.0
+            except for yarn and longrope. `table` leaves it out, because a shift must not apply it
+            again.
+        rotary_dim: elements of a head that rotate; None is all.
 
     Raises:
         ValueError: odd head_dim or rotary_dim, unknown kind, `factors` of another length, or a
@@ -108,7 +115,7 @@ class Rope:
 
     @property
     def num_turning(self) -> int:
-        """Elements of a head that turn."""
+        """Number of elements of a head that rotate."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @classmethod
@@ -119,17 +126,16 @@ class Rope:
         rotary_dim: int | None = None,
         max_position: int | None = None,
     ) -> "Rope":
-        """Read a Hugging Face `rope_parameters` dict (or `rope_scaling` with its `rope_theta` put
-        in).
+        """Read a Hugging Face `rope_parameters` dict (or `rope_scaling` with `rope_theta` added).
 
         Args:
-            max_position: the longest prompt that the host takes. Longrope needs it: beyond the
-                original context its long factors serve all prompts, as in vLLM; and over that
-                context it is the default of `factor`.
+            max_position: length of the longest prompt. Longrope needs it: beyond the original
+                context its long factors serve all prompts, as in vLLM. Divided by that context it
+                is the default of `factor`.
 
         Raises:
-            ValueError: a kind that is not static, a partial rotation, an unknown key, or a key that
-                the kind lacks.
+            ValueError: a kind that is not static, a partial rotation, an unknown key, or a missing
+                key.
         """
         given = {key: value for key, value in parameters.items() if value is not None}
         if unknown := sorted(given.keys() - _KNOWN):
@@ -152,21 +158,23 @@ class Rope:
         return cls(head_dim, kind=kind, rotary_dim=rotary_dim, **fields)
 
     def inverse_frequencies(self, device: torch.device | str = "cpu") -> Tensor:
-        """Radians per position, float64 [head_dim / 2], cached per device: do not write to it.
+        """Return radians per position, float64 [head_dim / 2]. The tensor is cached per device: do
+        not write to it.
 
-        The values are rounded to float32, as every host computes them, so that a rotation by `new -
-        old` uses the very frequencies by which the host rotated its keys."""
+        Values are rounded to float32 as in every host. A rotation by `new - old` then uses exactly
+        the frequencies with which the host rotated its keys.
+        """
         return _inverse_frequencies(self, torch.device(device))
 
     def table(self, positions: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, float32 [n, head_dim / 2], of integer positions [n], which may be
+        """Return cosine and sine, float32 [n, head_dim / 2], of integer positions [n]. They may be
         negative (shifts).
 
-        Angles are taken in float64, so that they are exact to float32 at positions of millions.
+        Angles are computed in float64, so that they are exact to float32 at positions of millions.
 
         Args:
-            longest: above all positions, none of them negative, if known: then rows are taken from
-                a table that is kept.
+            longest: upper bound of all positions (exclusive), if known and none is negative: then
+                rows come from a cached table.
         """
         if longest is not None:
             cos, sin = self.kept_table(longest, positions.device)
@@ -176,12 +184,15 @@ class Rope:
         return angles.cos().float(), angles.sin().float()
 
     def kept_table(self, longest: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What `table` takes rows from, float32 [m, head_dim / 2] each: the same tensors for all
-        `longest` up to m."""
+        """Return the cached table of `table`, float32 [m, head_dim / 2] each: the same tensors for
+        all `longest` up to m.
+        """
         return _kept_table(self, 1 << max(LEAST_KEPT, longest - 1).bit_length(), device)
 
     def fresh_table(self, positions: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
-        """`table` times `attention_factor`: what a host rotates fresh queries and keys by."""
+        """Return `table` times `attention_factor`, with which a host rotates fresh queries and
+        keys.
+        """
         cos, sin = self.table(positions, longest)
         if self.attention_factor == 1:
             return cos, sin
@@ -189,8 +200,9 @@ class Rope:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [n, H, D] by cos, sin [n, D/2], or by what `by_head` made of them; in float32,
-    returned in the dtype of x."""
+    """Rotate x [n, H, D] by cos, sin [n, D/2], or by the result of `by_head`. Works in float32,
+    returns the dtype of x.
+    """
     if cos.dim() == 2:
         cos, sin = cos[:, None, None], sin[:, None]
     halves = x.float().unflatten(-1, (2, -1))  # [n, H, 2, D/2]
@@ -201,8 +213,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def by_head(cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Tables [n, D/2] laid out as what they turn, [n, H, 2, D/2] and [n, H, D/2]: for many calls of
-    `rotate`, whose longest pass is one over contiguous memory then."""
+    """Return tables [n, D/2] expanded to x, [n, H, 2, D/2] and [n, H, D/2]. For many calls of
+    `rotate`, whose longest pass then reads contiguous memory.
+    """
     return (
         cos[:, None, None].expand(-1, num_heads, 2, -1).contiguous(),
         sin[:, None].expand(-1, num_heads, -1).contiguous(),
@@ -212,15 +225,16 @@ def by_head(cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
 def rotate_part(
     x: Tensor, cos: Tensor, sin: Tensor, first: int = 0, interleaved: bool = False
 ) -> Tensor:
-    """Rotate some channels of x [n, H, D] as `rotate` does: as many as the tables are for, from
-    `first` on.
+    """Rotate some channels of x [n, H, D] as `rotate` does: those from `first` on for which the
+    tables are.
 
     Args:
-        interleaved: whether channel 2i of these turns with 2i + 1, not i with the one in the other
-            half.
+        interleaved: pair channel 2i of these with 2i + 1, instead of the one in the other half.
     """
     stop = first + 2 * cos.shape[-1]
-    if first == 0 and stop == x.shape[-1] and not interleaved:  # most models: no part is copied
+    if (
+        first == 0 and stop == x.shape[-1] and not interleaved
+    ):  # most models: avoids a copy of the part
         return rotate(x, cos, sin)
     turning = x[..., first:stop]
     if interleaved:
@@ -233,7 +247,7 @@ def rotate_part(
 
 @lru_cache(maxsize=8)
 def _kept_table(rope: Rope, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`table` of the positions below `size`."""
+    """Return `table` of the positions below `size`."""
     return rope.table(torch.arange(size, device=device))
 
 
@@ -248,8 +262,9 @@ def _inverse_frequencies(rope: Rope, device: torch.device) -> Tensor:
 
 
 def _stretched(rope: Rope, periods: Tensor) -> Tensor:
-    """Positions per radian, float32 [num_turning / 2] -> radians per position, as the kind has
-    them."""
+    """Return radians per position for the kind, from positions per radian, float32 [num_turning /
+    2].
+    """
     match rope.kind:
         case "linear":
             return 1.0 / periods / rope.factor
@@ -268,7 +283,7 @@ def _stretched(rope: Rope, periods: Tensor) -> Tensor:
 
 
 def _yarn(given: Mapping[str, Any], deepseek: bool) -> dict[str, Any]:
-    """The fields of yarn that need not be given; vLLM ignores `truncate` in DeepSeek's models."""
+    """Return the optional fields of yarn. vLLM ignores `truncate` in DeepSeek's models."""
     betas = {key: given[key] for key in ("beta_fast", "beta_slow") if given.get(key)}
     attention_factor = rope_scaling.yarn_attention_factor(given, deepseek)
     return betas | {
@@ -278,7 +293,7 @@ def _yarn(given: Mapping[str, Any], deepseek: bool) -> dict[str, Any]:
 
 
 def _longrope(given: Mapping[str, Any], max_position: int | None) -> dict[str, Any]:
-    """The fields of longrope."""
+    """Return the fields of longrope."""
     if max_position is None:
         raise ValueError(
             "rope_type 'longrope': its frequencies depend on the longest prompt, which is not "

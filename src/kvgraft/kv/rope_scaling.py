@@ -1,8 +1,8 @@
-"""How static RoPE kinds stretch the frequencies of longer contexts, rounded as transformers and
-vLLM round them.
+"""Frequencies of static RoPE kinds for longer contexts, rounded as in transformers and vLLM.
 
-`periods` are positions per radian, float32 [rotary_dim / 2], rising; the results are radians per
-position, likewise."""
+`periods` are positions per radian, float32 [rotary_dim / 2], ascending. The results are radians per
+position, of the same shape.
+"""
 
 import math
 from collections.abc import Mapping
@@ -18,10 +18,11 @@ def llama3(
     """Llama 3: keep short wavelengths, divide the frequencies of long ones by `factor`, interpolate
     between.
 
-    low, high: turns within the original context at which the interpolation begins and ends.
+    Args:
+        low, high: turns within the original context at which the interpolation begins and ends.
     """
     frequencies = 1.0 / periods
-    turns = original_max_position / (2 * math.pi / frequencies)  # in the original context
+    turns = original_max_position / (2 * math.pi / frequencies)  # within the original context
     share = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - share) * frequencies / factor + share * frequencies
 
@@ -38,8 +39,9 @@ def yarn(
     """YaRN (Peng et al., 2023, section 3.2): interpolate linearly in the index of the frequency,
     not in its turns.
 
-    fast, slow: turns within the original context between which it interpolates.
-    truncate: whether the indices that belong to them are rounded outwards.
+    Args:
+        fast, slow: turns within the original context between which it interpolates.
+        truncate: round the indices of these turns outwards.
     """
     dim = 2 * len(periods)
 
@@ -57,8 +59,9 @@ def yarn(
 
 
 def yarn_attention_factor(parameters: Mapping[str, Any], deepseek: bool) -> float:
-    """By which queries and keys grow, of `rope_parameters`; `deepseek`: as vLLM reads them for
-    DeepSeek's models."""
+    """Return the factor of queries and keys from `rope_parameters`. With `deepseek`, read them as
+    vLLM does for DeepSeek's models.
+    """
     factor = parameters["factor"]
     if deepseek:
         return mscale(factor, parameters.get("mscale", 1.0)) / mscale(
@@ -71,11 +74,12 @@ def yarn_attention_factor(parameters: Mapping[str, Any], deepseek: bool) -> floa
 
 
 def mscale(factor: float, weight: float = 1.0) -> float:
-    """YaRN's correction of the attention logits (section 3.4), the root of it: 1 + 0.1 weight
-    log(factor)."""
+    """Return the square root of YaRN's correction of the attention logits (section 3.4): 1 + 0.1
+    weight log(factor).
+    """
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def longrope_attention_factor(factor: float, original_max_position: int) -> float:
-    """LongRoPE as in Phi-3: sqrt(1 + log(factor) / log(original context))."""
+    """Return LongRoPE's factor as in Phi-3: sqrt(1 + log(factor) / log(original context))."""
     return math.sqrt(1 + math.log(factor) / math.log(original_max_position)) if factor > 1 else 1.0
