@@ -1,4 +1,4 @@
-"""One prompt under several policies, against full recomputation (`kvgraft compare`)."""
+"""Comparison of policies with full recomputation on one prompt (`kvgraft compare`)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,13 +27,13 @@ from kvgraft.segments.prompt import Part, Segment, parse_markers
 
 
 class Case(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The input file. Reuse markers in the texts cut out segments; without them any shared text is
-    found all the same.
+    """Input file. Reuse markers in the texts cut out segments. Without markers, shared text is
+    still found.
 
     Attributes:
-        prompt: answered under every policy.
-        read: texts that the model has read before, each in a request of its own.
-        policies: names or `name:option=value,...`; `full` always comes first, as the truth.
+        prompt: prompt to answer under every policy.
+        read: texts that the model reads first, each in its own request.
+        policies: names or `name:option=value,...`; `full` always comes first, as the reference.
         max_tokens: length of the answers.
         repeats: timed runs of each policy, in turn; the median counts.
     """
@@ -46,13 +46,16 @@ class Case(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class PolicyOutcome(msgspec.Struct, frozen=True):
-    """One policy; or order noise: full to the first other order of the segments, with the mean
-    distances of all.
+    """Outcome of one policy, or order noise: full on the first other order of the segments, with
+    mean distances over all orders.
 
-    `first_kl` is KL(full || policy) of the first token in nats, `answer_kl` the mean along full's
-    own answer, `flips` and `loglik` as in `metrics.along`; `kl_per_noise` is `answer_kl` divided by
-    that of order noise, if that was asked for. `agreement` is the share of the full answer's tokens
-    that this answer has at the same place."""
+    Attributes:
+        first_kl: KL(full || policy) of the first token, in nats.
+        answer_kl: mean KL along full's own answer, in nats.
+        flips, loglik: see `metrics.along`.
+        agreement: share of full's answer tokens that this answer has at the same place.
+        kl_per_noise: `answer_kl` divided by that of order noise, if requested.
+    """
 
     policy: str
     ttft_s: float
@@ -90,8 +93,8 @@ def load_case(path: Path) -> Case:
 def run_compare(
     engine: Engine, case: Case, on_progress: OnProgress | None = None, *, order_noise: bool = False
 ) -> list[PolicyOutcome]:
-    """Read, then answer under every policy in turn, `repeats` times; nothing that is answered is
-    reused.
+    """Read the texts, then answer the prompt under every policy in turn, `repeats` times. Answers
+    are not reused.
 
     Args:
         order_noise: also answer the prompt in full with its segments in other orders.
@@ -109,7 +112,7 @@ def run_compare(
     )
     reading = SamplingParams(max_tokens=1, ignore_eos=True)
     engine.generate([Request(parse_markers(text), "full", reading) for text in case.read])
-    runs = range(case.repeats + 1)  # one to warm up
+    runs = range(case.repeats + 1)  # the first run is a warm-up
     last: dict[str, Result] = {}
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in runs:
@@ -134,8 +137,9 @@ def run_compare(
 
 
 def render(outcomes: list[PolicyOutcome]) -> RenderableType:
-    """Tables of the policies, which fit 80 columns, and under them their texts, for a rich
-    console."""
+    """Return tables of the policies, at most 80 columns wide, followed by their texts, for a rich
+    console.
+    """
     unit = ("/ noise",) if outcomes[-1].policy == ORDER_NOISE else ()
     quality = _table("TTFT ms", "faster", "KL", *unit, "flips", "same")
     quality.caption = (
@@ -171,7 +175,7 @@ def render(outcomes: list[PolicyOutcome]) -> RenderableType:
 
 
 def _table(*numbers: str) -> Table:
-    """An empty table with a column for the policy and these for numbers."""
+    """Return an empty table with a column for the policy and columns for numbers."""
     table = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption_justify="left"
     )
@@ -188,7 +192,9 @@ def _request(parts: Sequence[Part], policy: str, max_tokens: int) -> Request:
 
 
 def _orders(parts: Sequence[Part]) -> list[tuple[Part, ...]]:
-    """The parts with their segments in other orders; ValueError if there is none."""
+    """Return the parts with their segments in other orders. Raise ValueError if there is no other
+    order.
+    """
     segments = [place for place, part in enumerate(parts) if isinstance(part, Segment)]
     if not (orders := other_orders(parts, segments, "compare")):
         raise ValueError(
@@ -198,7 +204,7 @@ def _orders(parts: Sequence[Part]) -> list[tuple[Part, ...]]:
 
 
 def _noise(engine: Engine, request: Request, truth: Result) -> PolicyOutcome:
-    """Full with the segments in another order."""
+    """Return the outcome of full with the segments in another order."""
     ours = send(engine, request)
     return _outcome(
         engine, ORDER_NOISE, request, ours, truth, [ours.report.ttft_s], [truth.report.ttft_s]
@@ -233,7 +239,7 @@ def _outcome(
 
 
 def _mean(outcomes: Sequence[PolicyOutcome]) -> PolicyOutcome:
-    """The first one, with the mean distances of all."""
+    """Return the first outcome, with the mean distances of all."""
     names = ("first_kl", "answer_kl", "flips", "loglik", "agreement")
     means = {name: mean(getattr(outcome, name) for outcome in outcomes) for name in names}
     return msgspec.structs.replace(outcomes[0], **means)

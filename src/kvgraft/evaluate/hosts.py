@@ -1,5 +1,6 @@
-"""Where an evaluation asks its questions: the native engine, our vLLM server, or a server that is
-already running."""
+"""Hosts of an evaluation: the native engine, a KVGraft server started for it, or a running
+server.
+"""
 
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,29 +27,30 @@ from kvgraft.prefill.policies import parse_policy
 from kvgraft.testbed import MODEL_DIR
 
 TIMEOUT_S = 600.0
-# tokens of which a server tells the log-probability: vLLM's limit, unless it is told another
+# number of most likely tokens whose log-probabilities a server returns: vLLM's default limit
 MOST_LIKELY = 20
-# reasons of a server that are no fallbacks
+# reasons in a server's report that do not count as fallbacks
 MISSES = ("no_known_text", "too_short", "too_deep", "too_little_known", "off", "policy_full")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one policy made of one prompt.
+    """Answer to one prompt under one policy.
 
     Attributes:
         ttft_s: seconds to the first token.
         prompt, prefix, grafted, recomputed, fresh: tokens, see `PrefillReport`.
-        computed: (token, layer) pairs computed, as a share of those of full recomputation without
+        computed: computed (token, layer) pairs, as a share of those of full recomputation without
             any cache.
-        fallback: why what is known was not used; None where it was, and where nothing is known.
-        flops: floating-point operations of prefill, `ffn_flops` of them in FFNs; 0 over HTTP, where
-            nobody counts them.
-        kv_bytes: most memory that the prompt's keys and values took at a time; 0 over HTTP.
-        distances: from `full` along full's own answer, see `along`; over HTTP `along_logprobs`.
-        counts: what was counted, such as `promoted_heads` or `kept_tokens` (of documents).
-        kl_tokens: most likely tokens by which divergences are told, all others as one; 0: the whole
-            vocabulary.
+        fallback: reason why known text was not used; None if it was used, or if no text was known.
+        flops: floating-point operations of prefill; 0 over HTTP, where they are not counted.
+        kv_bytes: peak memory of the prompt's keys and values; 0 over HTTP.
+        distances: distances from `full` along full's own answer, see `along`; over HTTP
+            `along_logprobs`.
+        ffn_flops: floating-point operations of FFNs, a part of `flops`.
+        counts: counters of the policy, such as `promoted_heads` or `kept_tokens` (of documents).
+        kl_tokens: number of most likely tokens over which divergences are computed, with all others
+            as one token; 0 is the whole vocabulary.
     """
 
     text: str
@@ -68,31 +70,34 @@ class Answer:
     kl_tokens: int = 0
 
 
-Orders = Sequence[Sequence[Ask]]  # each prompt of an item with its segments in other orders
+# for each prompt of an item, the prompt with its segments in other orders
+Orders = Sequence[Sequence[Ask]]
 
 
 class Host(Protocol):
-    """Answers the prompts of one item under several policies, of which none may profit from
-    another's work."""
+    """Host that answers the prompts of one item under several policies. No policy may profit from
+    another's work.
+    """
 
     @property
     def chat(self) -> Chat | None:
-        """The chat template of the model, in which items that want it are asked.
+        """Chat template of the model, in which items with `chat` are asked.
 
         Raises:
-            ValueError: nobody knows it, or it cannot be used; the message says why.
+            ValueError: the template is unknown or cannot be used; the message says why.
         """
 
     def describe(self) -> dict[str, Any]:
-        """What a reader has to know of model and machine to repeat this."""
+        """Return the facts about model and machine that a repetition needs."""
 
     def answers(
         self, item: Item, policies: Sequence[str], orders: Orders = ()
     ) -> Iterator[tuple[int, str, Answer]]:
-        """(number of the prompt, policy, answer) in any order; phase 1 is read before. Policies
-        begin with `full`. With `orders`, each prompt has an answer under `ORDER_NOISE` besides:
-        that of full to the first other order, with the mean distances of all, or full's own where
-        there is no other.
+        """Yield (number of the prompt, policy, answer) in any order. Phase 1 is read before.
+
+        Policies begin with `full`. With `orders`, each prompt also has an answer under
+        `ORDER_NOISE`: that of full to the first other order, with the mean distances over all
+        orders. Without other orders it is full's own answer.
 
         Raises:
             ValueError: a prompt or a policy that this host cannot serve; the message says why.
@@ -100,11 +105,12 @@ class Host(Protocol):
 
 
 class NativeHost:
-    """The native engine: every item begins with an empty cache, and phase 2 leaves nothing behind.
-    Policies that keep a part of documents find those that phase 1 read, on their own.
+    """Native engine. Every item begins with an empty cache, and phase 2 stores nothing.
+
+    Policies that keep a part of documents find those of phase 1, each computed alone.
 
     Args:
-        distances: measure each answer along full's, too, which takes one more answer wherever the
+        distances: also measure each answer along full's; this takes one more answer wherever the
             two differ.
     """
 
@@ -180,16 +186,16 @@ Told = ScoredPlaces[Sequence[Mapping[int, float]]]
 
 
 class HttpHost:
-    """An OpenAI-compatible server with KVGraft, greedy and streaming.
+    """OpenAI-compatible server with KVGraft, greedy and streaming.
 
-    Each prompt is answered under each policy in a new namespace, in which phase 1 has been read
-    (not for `full`, which no exact hit is to make faster): so nothing of what other prompts have
-    computed is reused. A policy that keeps a part of documents has read them on their own, too.
+    Each prompt is answered under each policy in a new namespace, in which phase 1 has been read. So
+    no prompt reuses the work of another. Phase 1 is skipped for `full`, which must not profit from
+    exact hits. A policy that keeps a part of documents has also computed them alone.
 
     Args:
-        model_dir: where the tokenizer of the model lies, of which chat templates are taken; None is
-            what the server calls the model.
-        distances: as of `NativeHost`.
+        model_dir: directory of the model's tokenizer, which has the chat template; None is the
+            server's model name.
+        distances: see `NativeHost`.
     """
 
     def __init__(self, url: str, model_dir: Path | None = None, *, distances: bool = True) -> None:
@@ -226,7 +232,7 @@ class HttpHost:
         if policies[0] != "full":
             raise ValueError(f"policies must begin with full, got {', '.join(policies)}")
         for number, ask in enumerate(item.phase_2):
-            # what vLLM compiles for its first log-probabilities is no time to a first token
+            # vLLM compiles kernels for its first log-probabilities, which is not part of TTFT
             if not self._is_warm:
                 self._ask(item, "full", replace(ask, max_tokens=1))
                 self._is_warm = True
@@ -264,7 +270,7 @@ class HttpHost:
         given = {"forced_output": list(answer)} if answer else {}
         prompt, options = as_text(ask.segments, chat, ask.begun), options | {"namespace": namespace}
         if not answer and isinstance(parse_policy(policy), KeepsDocuments):
-            self._send(prompt, options, 1)  # reads its documents on their own
+            self._send(prompt, options, 1)  # computes its documents alone
         return self._send(prompt, options | given, len(answer) or ask.max_tokens)
 
     def _send(self, prompt: str, options: dict[str, Any], max_tokens: int) -> tuple[Answer, Told]:
@@ -292,7 +298,7 @@ def _as_answer(text: str, ttft_s: float, report: Mapping[str, Any]) -> Answer:
 
 
 def _mean(answers: Sequence[Answer]) -> Answer:
-    """The first one, with the mean distances of all."""
+    """Return the first answer, with the mean distances of all."""
     names = answers[0].distances
     return replace(
         answers[0], distances={name: mean(a.distances[name] for a in answers) for name in names}
@@ -303,14 +309,13 @@ def _mean(answers: Sequence[Answer]) -> Answer:
 def open_host(
     where: str, model: Path, *, dtype: str | None, distances: bool = True, **engine: Any
 ) -> Iterator[Host]:
-    """A host by what the user calls it: `native`, `vllm` (starts a server of its own), or the URL
-    of a server.
+    """Open a host: `native`, `vllm` (starts a server), or the URL of a server.
 
     Args:
-        model: of a server that is running, where its tokenizer lies; the bundled one says nothing
-            of it.
-        distances: as of `NativeHost`.
-        engine: of the native engine only.
+        model: directory of the model; for a running server, of its tokenizer. The bundled model is
+            the default and means the server's own.
+        distances: see `NativeHost`.
+        engine: settings of the native engine only.
 
     Raises:
         ValueError: none of these, or no server answers.
@@ -321,7 +326,7 @@ def open_host(
         from kvgraft.vllm.server.process import serving  # needs the packages of kvgraft[serve]
 
         flags = ("--dtype", dtype) if dtype else ()
-        # whatever takes how long here
+        # decisions by tokens do not depend on the speed of this machine
         with serving(str(model), "--kvgraft-costs", "tokens", *flags) as server:
             yield HttpHost(server.url, distances=distances)
     elif where.startswith(("http://", "https://")):

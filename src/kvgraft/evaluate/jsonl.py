@@ -1,4 +1,4 @@
-"""Files that an evaluation writes line by line, so that it can go on after any end."""
+"""Files that an evaluation writes line by line, so that it can resume after any interruption."""
 
 import json
 from collections.abc import Mapping
@@ -13,8 +13,9 @@ Line = TypeVar("Line")
 
 
 def read_lines(path: Path, kind: type[Line]) -> list[Line]:
-    """The lines of a file of JSON, none if there is no file; a last one that a kill cut off is
-    dropped from it, too."""
+    """Return the lines of a JSON file, or none if there is no file. An incomplete last line is
+    removed from the file.
+    """
     if not path.exists():
         return []
     text = path.read_bytes()
@@ -25,11 +26,10 @@ def read_lines(path: Path, kind: type[Line]) -> list[Line]:
 
 
 def check_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Write what the lines beside a file are of, with our version, or compare it with what is
-    there.
+    """Write the settings of an evaluation with our version, or compare them with the existing file.
 
     Raises:
-        ValueError: they differ; the message says where.
+        ValueError: they differ; the message names the differences.
     """
     config = {"kvgraft": __version__, **config}
     if not path.exists():

@@ -1,4 +1,4 @@
-"""How good an answer is by its text, and how far KV is from that of full recomputation."""
+"""Scores of an answer's text, and the deviation of KV from full recomputation."""
 
 import re
 import string
@@ -11,8 +11,9 @@ from kvgraft.evaluate.calls import match_calls
 
 
 def normalise(text: str) -> str:
-    """Lower case, without punctuation, articles and superfluous white space (SQuAD; LongBench;
-    RULER)."""
+    """Return text in lower case, without punctuation, articles and extra white space (SQuAD;
+    LongBench; RULER).
+    """
     text = "".join(
         " " if character in string.punctuation else character for character in text.lower()
     )
@@ -20,24 +21,28 @@ def normalise(text: str) -> str:
 
 
 def exact_match(answer: str, expected: Sequence[str]) -> float:
-    """1 if the answer is one of the expected, else 0."""
+    """Return 1 if the answer is one of the expected texts, else 0."""
     return float(normalise(answer) in map(normalise, expected))
 
 
 def contains_all(answer: str, expected: Sequence[str]) -> float:
-    """Share of the expected texts that occur in the answer as whole words (RULER's
-    string_match_all)."""
+    """Return the share of expected texts that occur in the answer as whole words (RULER's
+    string_match_all).
+    """
     return sum(_occurs(text, answer) for text in expected) / len(expected)
 
 
 def contains_any(answer: str, expected: Sequence[str]) -> float:
-    """1 if one of the expected texts occurs in the answer as whole words (RULER's
-    string_match_part)."""
+    """Return 1 if one of the expected texts occurs in the answer as whole words, else 0 (RULER's
+    string_match_part).
+    """
     return float(any(_occurs(text, answer) for text in expected))
 
 
 def f1(answer: str, expected: Sequence[str]) -> float:
-    """Greatest token F1 with one of the expected texts (SQuAD, HotpotQA, LongBench, LoCoMo)."""
+    """Return the greatest token F1 with one of the expected texts (SQuAD, HotpotQA, LongBench,
+    LoCoMo).
+    """
     return max(_f1(normalise(answer).split(), normalise(text).split()) for text in expected)
 
 
@@ -49,8 +54,9 @@ SCORES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
 
 
 def kv_deviation(ours: Tensor, truth: Tensor) -> Tensor:
-    """||ours - truth|| / ||truth|| of each token, over heads and dimensions: [n, H, d] twice ->
-    float32 [n]."""
+    """Return ||ours - truth|| / ||truth|| of each token over heads and dimensions: [n, H, d] twice
+    -> float32 [n].
+    """
     distance = (ours.float() - truth.float()).flatten(1).norm(dim=1)
     return distance / truth.float().flatten(1).norm(dim=1).clamp(min=1e-12)
 

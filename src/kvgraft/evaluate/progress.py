@@ -1,4 +1,4 @@
-"""One progress bar for everything that takes more than two seconds."""
+"""Progress bar for all work of more than two seconds."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +12,9 @@ OnProgress = Callable[[int, int], None]
 
 @contextmanager
 def progress_bar(console: Console, name: str) -> Iterator[OnProgress]:
-    """A bar on `console`, silent where that is no terminal; gives the function to report progress
-    to."""
+    """Show a bar on `console`, and yield the function that reports progress. Silent without a
+    terminal.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

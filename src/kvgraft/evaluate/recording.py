@@ -1,5 +1,6 @@
-"""A policy that runs another one and notes what it does: which tokens each layer computed, how they
-were scored."""
+"""Policy that runs another one and records the tokens that each layer computed, and their
+scores.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -16,13 +17,13 @@ from kvgraft.prefill.spreading import Spreading
 
 @dataclass
 class PrefillRecord:
-    """What happened to one prompt.
+    """Record of one prompt's prefill.
 
     Attributes:
-        plan: of the prompt.
+        plan: plan of the prompt.
         computed: bool [L, T], the tokens that each layer computed.
-        scores: by layer, float32 [T], the last scores asked for there.
-        keys, values: float32 [L, T, Hkv, d], the cache after recovery, if asked for.
+        scores: float32 [T] by layer, the last scores computed there.
+        keys, values: float32 [L, T, Hkv, d], the cache after recovery, if requested.
     """
 
     plan: Plan | None = None
@@ -34,7 +35,7 @@ class PrefillRecord:
 
 @dataclass(frozen=True, eq=False)
 class Wrapped(Policy):
-    """Another policy, about whose passes a subclass does something."""
+    """Another policy, whose passes a subclass wraps."""
 
     policy: Policy
 
@@ -43,29 +44,29 @@ class Wrapped(Policy):
 
     @property
     def grafts_local_heads(self) -> bool:  # type: ignore[override]
-        """As the policy does."""
+        """Same as the policy's."""
         return self.policy.grafts_local_heads
 
     @property
     def needs_head_map(self) -> bool:  # type: ignore[override]
-        """As the policy does."""
+        """Same as the policy's."""
         return self.policy.needs_head_map
 
     @property
     def uses_grafts(self) -> bool:  # type: ignore[override]
-        """As the policy does."""
+        """Same as the policy's."""
         return self.policy.uses_grafts
 
     def residual_layers(self, num_layers: int) -> tuple[int, ...]:
-        """As the policy does."""
+        """Return the policy's residual layers."""
         return self.policy.residual_layers(num_layers)
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """As the policy does."""
+        """Run the policy's `recover` within `around`."""
         return self.around(self.policy.recover, ctx)
 
     def recompute(self, ctx: PrefillContext) -> Hidden:
-        """As the policy does."""
+        """Run the policy's `recompute` within `around`."""
         return self.around(self.policy.recompute, ctx)
 
     @abstractmethod
@@ -75,8 +76,13 @@ class Wrapped(Policy):
 
 @dataclass(frozen=True, eq=False)
 class Recorded(Wrapped):
-    """Runs `policy` and fills `record`; `score_layers` adds the question's scores at every layer of
-    a dense pass."""
+    """Policy that runs `policy` and fills `record`.
+
+    Attributes:
+        record: record to fill.
+        keep_cache: also record keys and values.
+        score_layers: also record the question's scores at every layer of a dense pass.
+    """
 
     name: ClassVar[str] = "recorded"
 
@@ -98,7 +104,7 @@ class Recorded(Wrapped):
 
 
 class Recording(PrefillContext):
-    """Another context, watched."""
+    """Context that records the calls to another context."""
 
     def __init__(self, inner: PrefillContext, record: PrefillRecord, score_layers: bool) -> None:
         self.plan, self.token_ids, self.block_size = inner.plan, inner.token_ids, inner.block_size

@@ -1,4 +1,4 @@
-"""What the rows of an evaluation say: tables for the terminal, Markdown and CSV."""
+"""Results of an evaluation as tables for the terminal, Markdown and CSV."""
 
 import csv
 from collections.abc import Callable, Iterable, Sequence
@@ -19,8 +19,10 @@ from kvgraft.prefill import DEFAULT_POLICY
 
 
 def scores_table(summaries: Iterable[Summary]) -> list[list[str]]:
-    """Header and lines: policies and groups, the fewer as columns; each cell is `score ± half the
-    interval`."""
+    """Return header and lines of scores by policy and group.
+
+    The smaller set becomes the columns. Each cell is `score ± half the interval`.
+    """
     cells = {(s.policy, s.group): with_spread(s) for s in summaries}
     policies, groups = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
     by_policy = [
@@ -33,13 +35,13 @@ def scores_table(summaries: Iterable[Summary]) -> list[list[str]]:
 
 
 def with_spread(summary: Summary, digits: int = 3) -> str:
-    """The score and half its interval, if it has one."""
+    """Return the score with half its interval, if it has one."""
     half = (summary.high - summary.low) / 2
     return f"{summary.score:.{digits}f}" + ("" if isnan(half) else f" ± {half:.{digits}f}")
 
 
 def overview_table(summaries: Sequence[Summary]) -> list[list[str]]:
-    """Header and lines: a line for each policy, with all that one wants to know at a glance."""
+    """Return header and lines, with one line of all main figures per policy."""
     kl_tokens = max((s.kl_tokens for s in summaries), default=0)
     header = [
         "policy", "score", "95 %", "of full", "beyond full", "F1", "EM", "kept", "KV MiB", "redone",
@@ -74,12 +76,14 @@ PAIRED: dict[
 
 
 def paired_table(rows: Sequence[EvalRow], reference: str, what: str = "score") -> list[list[str]]:
-    """Header and lines: what every other policy has less what the reference has on the same
-    prompts, its 95 % interval, and p (permutations by item; Holm's correction for the number of
-    lines).
+    """Return header and lines: the difference of every other policy from the reference on the same
+    prompts.
+
+    A line has the difference, its 95 % interval, and p (permutations by item; Holm's correction for
+    the number of lines).
 
     Raises:
-        ValueError: nothing was answered under the reference.
+        ValueError: no answers under the reference.
     """
     of, form = PAIRED[what]
     by_policy: dict[str, dict[tuple[str, int], float]] = {}
@@ -117,7 +121,7 @@ def _between(estimate: Estimate, form: str) -> str:
 
 
 def _known(value: float, form: str) -> str:
-    """`-` for what the host does not tell."""
+    """Return a formatted figure, or `-` if the host does not report it."""
     return "-" if isnan(value) else format(value, form)
 
 
@@ -142,8 +146,9 @@ LEGEND = (
 
 
 def render(rows: Sequence[EvalRow]) -> RenderableType:
-    """An overview and the scores by suite (by task if there is but one) and pattern, narrow enough
-    for a terminal."""
+    """Return an overview, and scores by pattern and suite (by task if there is only one), narrow
+    enough for a terminal.
+    """
     summaries = summarise(rows, "all")
     overview = overview_table(summaries)
     left_out: tuple[str, ...] = (
@@ -165,8 +170,9 @@ def render(rows: Sequence[EvalRow]) -> RenderableType:
 
 
 def write_tables(rows: Sequence[EvalRow], directory: Path, command: str) -> None:
-    """`tables.md` with every grouping and what the default policy is paired with, and a CSV file
-    for each grouping."""
+    """Write `tables.md`, with every grouping and the pairs with the default policy, and a CSV file
+    per grouping.
+    """
     parts = [f"# Evaluation\n\n`{command}`\n\n{LEGEND}.\n"]
     for name in GROUPINGS:
         summaries = summarise(rows, name)
@@ -190,8 +196,9 @@ def write_tables(rows: Sequence[EvalRow], directory: Path, command: str) -> None
 
 
 def _flat(summary: Summary) -> dict[str, object]:
-    """Its fields for a CSV file: of an estimate, the value by the name of the field, and the ends
-    of its interval."""
+    """Return the fields for a CSV file. An estimate becomes its value and the ends of its
+    interval.
+    """
     found: dict[str, object] = {}
     for name, value in asdict(summary).items():
         if isinstance(value, dict):
@@ -220,5 +227,5 @@ def _rich(title: str, header: list[str], *lines: list[str]) -> Table:
 
 
 def _broken(policy: str) -> str:
-    """One option a line, where there are any."""
+    """Return a policy's name with one option per line."""
     return policy.replace(":", ":\n").replace(",", ",\n")

@@ -1,5 +1,6 @@
-"""Evaluations: every item of some suites under every policy, one line of JSON for each answer,
-resumable."""
+"""Evaluations: every item of some suites under every policy. They write one line of JSON per answer
+and can resume.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,16 +22,22 @@ CONFIG, ROWS = "config.json", "rows.jsonl"
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """What is evaluated; with the host it determines everything but times.
+    """Settings of an evaluation. With the host they determine all results except times.
 
     Attributes:
+        suites: task suites.
+        policies: policies, beginning with `full`.
+        lengths: approximate prompt lengths in tokens.
+        num_segments: reused segments in a prompt.
+        patterns: patterns of reuse, see `Shape`.
+        items: items of each task.
+        seed: seed of the items.
         order_noise: also ask full about every prompt with its reused segments in other orders.
-        chat: write prompts of real text in the chat template of the model; None does so if it has
-            one.
+        chat: write prompts of real text in the model's chat template; None does so if it has one.
 
     Raises:
-        ValueError: policies that do not begin with `full`, are unknown or appear twice, no lengths,
-            or a choice of chat templates where no suite is of real text.
+        ValueError: policies that do not begin with `full`, are unknown or appear twice; no lengths;
+            or a choice of chat templates without a suite of real text.
     """
 
     suites: tuple[TaskSuite, ...]
@@ -64,16 +71,16 @@ class EvalSettings:
 
     @property
     def real_texts(self) -> tuple[TaskSuite, ...]:
-        """The suites of real text."""
+        """Suites of real text."""
         return tuple(suite for suite in self.suites if suite.real_text)
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """What each prompt has an answer under."""
+        """Policies under which each prompt has an answer, order noise included."""
         return (*self.policies, ORDER_NOISE) if self.order_noise else self.policies
 
     def describe(self) -> dict[str, Any]:
-        """As the configuration file has it."""
+        """Return the settings for the configuration file."""
         described: dict[str, Any] = {
             "suites": [suite.name for suite in self.suites],
             "policies": list(self.policies),
@@ -87,8 +94,12 @@ class EvalSettings:
 
 
 class EvalRow(msgspec.Struct, frozen=True):
-    """One answer. `cluster` names the item, whose questions are about one text; `score` is by the
-    task's own metric."""
+    """One answer, as one line of the result file.
+
+    Attributes:
+        cluster: name of the item; its questions are about one text.
+        score: score by the task's own metric.
+    """
 
     cluster: str
     number: int
@@ -108,11 +119,11 @@ class EvalRow(msgspec.Struct, frozen=True):
 def run(
     settings: EvalSettings, host: Host, directory: Path, on_progress: OnProgress | None = None
 ) -> list[EvalRow]:
-    """Answer what the directory does not hold yet, and return all rows.
+    """Compute the answers that the directory does not hold yet, and return all rows.
 
     Raises:
-        ValueError: the directory holds an evaluation with other settings; the message says which
-            differ.
+        ValueError: the directory holds an evaluation with other settings; the message names the
+            differences.
     """
     directory.mkdir(parents=True, exist_ok=True)
     real = _real_texts(settings, host)
@@ -125,7 +136,7 @@ def run(
             keys = {
                 (cluster, n, policy) for n in range(len(item.phase_2)) for policy in settings.asked
             }
-            if not keys <= rows.keys():  # an item that was interrupted is asked again as a whole
+            if not keys <= rows.keys():  # an interrupted item is asked again as a whole
                 for number, policy, answer in host.answers(
                     item, settings.policies, _orders(settings, cluster, item)
                 ):
@@ -140,13 +151,14 @@ def run(
 
 
 def read_rows(directory: Path) -> list[EvalRow]:
-    """The rows of an evaluation."""
+    """Return the rows of an evaluation."""
     return read_lines(directory / ROWS, EvalRow)
 
 
 def _real_texts(settings: EvalSettings, host: Host) -> dict[str, Any]:
-    """What the configuration file says of suites of real text, if there are any: which texts, and
-    whether in the chat template of the model."""
+    """Return the configuration of suites of real text: the texts, and whether they use the model's
+    chat template.
+    """
     if not settings.real_texts:
         return {}
     chat = settings.chat is not False and host.chat is not None
@@ -156,8 +168,11 @@ def _real_texts(settings: EvalSettings, host: Host) -> dict[str, Any]:
 
 
 def _items(settings: EvalSettings, *, chat: bool) -> Iterator[tuple[str, str, int, Item]]:
-    """Every item with its cluster, suite and length. Patterns of reuse take turns over all of them,
-    so that few items are drawn as evenly as many."""
+    """Yield every item with its cluster, suite and length.
+
+    Patterns of reuse alternate over all items, so that even a few items use all patterns equally
+    often.
+    """
     patterns, turn = settings.patterns, 0
     for suite in settings.suites:
         for length in settings.lengths:
@@ -171,8 +186,9 @@ def _items(settings: EvalSettings, *, chat: bool) -> Iterator[tuple[str, str, in
 
 
 def _orders(settings: EvalSettings, cluster: str, item: Item) -> list[list[Ask]]:
-    """Other orders of what each prompt of an item has of known text; instruction and question
-    stay."""
+    """Return for each prompt of an item its known segments in other orders. Instruction and
+    question stay in place.
+    """
     if not settings.order_noise:
         return []
     known = {segment for segments in item.phase_1 for segment in segments}

@@ -1,8 +1,10 @@
-"""How far a policy is from full recomputation along full's own answer, token by token, and how far
-full itself is when the same text stands in another order: the unit.
+"""Distance of a policy from full recomputation along full's own answer, token by token.
 
-An answer that is equal to full's has been asked for already; of any other, full's is given and
-asked about."""
+Its unit is order noise: the distance of full itself when the segments are in another order.
+
+If a policy's answer equals full's, its distributions are already known. Otherwise full's answer is
+forced, and the model runs again.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +18,14 @@ from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.guard.distances import along
 
-ANSWER_TOKENS = 32  # of full's answer that are looked at
-ORDER_NOISE = "order noise"  # in the place of a policy
-ORDERS = 2  # other orders of a prompt
-TRIES = 100  # drawings until there is another one, if there is
+# tokens of full's answer that are compared
+ANSWER_TOKENS = 32
+# name in place of a policy
+ORDER_NOISE = "order noise"
+# number of other orders of a prompt
+ORDERS = 2
+# attempts to draw another order
+TRIES = 100
 
 Part = TypeVar("Part")
 Places = TypeVar("Places", Tensor, Sequence[Mapping[int, float]])
@@ -27,8 +33,12 @@ Places = TypeVar("Places", Tensor, Sequence[Mapping[int, float]])
 
 @dataclass(frozen=True)
 class ScoredPlaces(Generic[Places]):
-    """An answer, and what the model thought of the next token at each of its places: logits [n, V],
-    or the log-probabilities of the most likely tokens."""
+    """An answer, and the model's next-token distribution at each of its places.
+
+    Attributes:
+        tokens: token ids of the answer.
+        places: logits [n, V], or the log-probabilities of the most likely tokens.
+    """
 
     tokens: tuple[int, ...]
     places: Places
@@ -40,11 +50,14 @@ def distances(
     give: Callable[[tuple[int, ...]], ScoredPlaces[Places]],
     measure: Callable[[Places, Places, Sequence[int]], dict[str, float]],
 ) -> dict[str, float]:
-    """Distances along full's answer, `truth`; `give` asks again under our policy, with an answer
-    given.
+    """Return the distances of `ours` along full's answer, `truth`.
+
+    Args:
+        give: asks again under our policy, with a forced answer.
+        measure: computes the distances of places.
 
     Raises:
-        ValueError: the answer that was given has not been taken.
+        ValueError: the forced answer was not followed.
     """
     answer = truth.tokens[:ANSWER_TOKENS]
     if ours.tokens[: len(answer)] != answer:
@@ -55,10 +68,11 @@ def distances(
 
 
 def send(engine: Engine, request: Request) -> Result:
-    """The native engine's answer; documents of which a part is kept have been read before.
+    """Return the native engine's answer. Documents of policies that keep a part of them are
+    computed first.
 
     Raises:
-        ValueError: it cannot be answered; the message says why.
+        ValueError: the request cannot be answered; the message says why.
     """
     engine.read_documents(request)
     [result] = engine.generate([request])
@@ -70,11 +84,10 @@ def send(engine: Engine, request: Request) -> Result:
 def native_distances(
     engine: Engine, request: Request, ours: Result, truth: Result
 ) -> dict[str, float]:
-    """Distances of the native engine's answer to a request from that of `full`; both with their
-    logits.
+    """Return the distances of the native engine's answer from that of `full`. Both need logits.
 
     Raises:
-        ValueError: as `send`, or an answer has no logits.
+        ValueError: see `send`; or an answer has no logits.
     """
 
     def give(answer: tuple[int, ...]) -> ScoredPlaces[Tensor]:
@@ -87,8 +100,9 @@ def native_distances(
 def other_orders(
     parts: Sequence[Part], movable: Sequence[int], seed: str
 ) -> list[tuple[Part, ...]]:
-    """At most two other orders of the parts at these places, drawn by `seed`; all else stays. None
-    of one part."""
+    """Return up to two other orders of the parts at the movable places, drawn by `seed`. All other
+    parts stay.
+    """
     rng, found = Random(seed), [tuple(parts)]  # noqa: S311
     for _ in range(TRIES):
         order = list(parts)

@@ -1,6 +1,4 @@
-"""What figures are worth: bootstrap intervals, paired differences, exact tests; and how far two
-next-token distributions are apart. Everything that compares anything here takes its statistics from
-this module.
+"""Statistics of all comparisons: bootstrap intervals, paired differences and exact tests.
 
 `scipy.stats` takes a second to load, so functions import it.
 """
@@ -20,7 +18,7 @@ DRAWN = 10_000_000  # numbers that are drawn at a time: memory
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and its 95 % interval; NaN where nothing can be said of how sure it is."""
+    """A figure and its 95 % interval; NaN where no interval can be computed."""
 
     value: float
     low: float
@@ -33,17 +31,20 @@ def bootstrap(
     of: Callable[[np.ndarray], float] = np.mean,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """95 % percentile interval of a statistic, by default of the mean.
+    """Return the 95 % percentile interval of a statistic, by default of the mean.
 
     Args:
-        clusters: what belongs to one of them (questions about one text, episodes of one cache) is
-            drawn together; None: each value is one of its own. Of fewer than two nothing can be
-            said (NaN).
+        values: observations.
+        clusters: cluster of each value (questions about one text, episodes of one cache), drawn
+            together. None makes each value its own cluster. The interval of fewer than two clusters
+            is NaN.
+        of: statistic.
+        seed: seed of the resamples.
     """
     groups = _group(values, range(len(values)) if clusters is None else clusters)
     if len(groups) < 2:
         return nan, nan
-    if of is np.mean:  # all resamples at a time, as arrays
+    if of is np.mean:  # computes all resamples at once, as arrays
         sums, counts = (
             np.array([function(group) for group in groups], float) for function in (np.sum, len)
         )
@@ -58,10 +59,13 @@ def bootstrap(
 def bootstrap_share(
     values: Sequence[float], clusters: Sequence[Hashable], least: float = 0.0, seed: int = 0
 ) -> tuple[float, float]:
-    """95 % interval of a mean of shares, or of differences of shares (from `least` to 1): the wider
-    one of `bootstrap` by cluster and value by value. Resamples hold nothing that was not seen; so
-    where no value is the least, or none is 1, as many may be that as Wilson's interval of none in
-    so many allows."""
+    """Return the 95 % interval of a mean of shares, or of differences of shares (from `least` to
+    1).
+
+    It is the wider one of `bootstrap` by cluster and by value. A resample contains only observed
+    values. If no value is the least one, or none is 1, the interval is extended. The number of such
+    values is then bounded by Wilson's interval of 0 observations.
+    """
     low, high = bootstrap(values, clusters, seed=seed)
     if isnan(low):
         return nan, nan
@@ -77,7 +81,7 @@ def bootstrap_share(
 def paired_difference(
     ours: Sequence[float], theirs: Sequence[float], clusters: Sequence[Hashable] | None = None
 ) -> Estimate:
-    """The mean of ours - theirs, pair by pair, with its interval (see `bootstrap`)."""
+    """Return the mean of ours - theirs over pairs, with its interval (see `bootstrap`)."""
     differences = [one - other for one, other in zip(ours, theirs, strict=True)]
     return Estimate(float(np.mean(differences)), *bootstrap(differences, clusters))
 
@@ -88,8 +92,10 @@ def paired_ratio(
     clusters: Sequence[Hashable] | None = None,
     seed: int = 0,
 ) -> Estimate:
-    """The mean of ours divided by that of theirs, with its interval (see `bootstrap`; of a pair
-    both are drawn). NaN where theirs are all 0."""
+    """Return the mean of ours divided by the mean of theirs, with its interval.
+
+    Both sides of a pair are drawn together (see `bootstrap`). NaN if theirs are all 0.
+    """
     whole = range(len(ours)) if clusters is None else clusters
     tops, bottoms = (
         np.array([group.sum() for group in _group(side, whole)]) for side in (ours, theirs)
@@ -106,8 +112,10 @@ def paired_p(
     clusters: Sequence[Hashable] | None = None,
     seed: int = 0,
 ) -> float:
-    """Two-sided p of a permutation test that pairs differ by nothing but chance: the sides of each
-    cluster (each pair, if None) are exchanged at random. 1 where no pair differs."""
+    """Return the two-sided p of a permutation test that pairs differ only by chance.
+
+    The sides of each cluster (of each pair, if None) are exchanged at random. 1 if no pair differs.
+    """
     from scipy import stats
 
     differences = [one - other for one, other in zip(ours, theirs, strict=True)]
@@ -123,7 +131,7 @@ def paired_p(
 
 
 def wilson(successes: int, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share."""
+    """Return Wilson's 95 % interval of a share."""
     from scipy import stats
 
     found = stats.binomtest(successes, count).proportion_ci(LEVEL, method="wilson")
@@ -131,16 +139,20 @@ def wilson(successes: int, count: int) -> tuple[float, float]:
 
 
 def mcnemar(lost: int, won: int) -> float:
-    """Two-sided p of McNemar's exact test: so uneven a split of the pairs that differ, if both
-    sides are equally likely."""
+    """Return the two-sided p of McNemar's exact test for the pairs that differ.
+
+    It is the probability of a split at least this uneven if both sides are equally likely.
+    """
     from scipy import stats
 
     return float(stats.binomtest(won, lost + won).pvalue) if lost + won else 1.0
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p of each of several tests, corrected for their number (Holm, 1979): below a level with all
-    tests' risk of one false finding below it."""
+    """Return the p of each of several tests, corrected for their number (Holm, 1979).
+
+    All corrected values below a level together have at most that risk of one false finding.
+    """
     order = np.argsort(p_values, kind="stable")
     corrected, greatest = [0.0] * len(p_values), 0.0
     for rank, number in enumerate(order):
@@ -150,7 +162,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
-    """Spearman's coefficient; NaN of fewer than three pairs, or if one side is all the same."""
+    """Return Spearman's coefficient. NaN for fewer than three pairs, or if one side is constant."""
     from scipy import stats
 
     if len(left) < 3 or len(set(left)) < 2 or len(set(right)) < 2:
@@ -159,19 +171,21 @@ def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def _resampled_ratio(tops: np.ndarray, bottoms: np.ndarray, seed: int) -> tuple[float, float]:
-    """Interval of the sum of `tops` divided by that of `bottoms`, [clusters] each."""
+    """Return the interval of the sum of `tops` divided by that of `bottoms`, [clusters] each."""
 
     def ratio(tops: np.ndarray, bottoms: np.ndarray, axis: int) -> np.ndarray:
         return np.asarray(tops.sum(axis) / bottoms.sum(axis))
 
-    with np.errstate(divide="ignore", invalid="ignore"):  # a resample without any of theirs
+    with np.errstate(divide="ignore", invalid="ignore"):  # a resample may have only zeros in theirs
         return _resampled((tops, bottoms), ratio, at_once=True, seed=seed)
 
 
 def _resampled(
     data: tuple[np.ndarray, ...], of: Callable[..., Any], *, at_once: bool, seed: int
 ) -> tuple[float, float]:
-    """Percentile interval of a statistic of arrays [clusters], which are drawn together."""
+    """Return the percentile interval of a statistic of arrays [clusters], which are drawn
+    together.
+    """
     from scipy import stats
 
     found = stats.bootstrap(
@@ -189,6 +203,7 @@ def _resampled(
 
 
 def _group(values: Sequence[float], clusters: Sequence[Hashable]) -> list[np.ndarray]:
+    """Return the values of each cluster."""
     groups: dict[Hashable, list[float]] = {}
     for value, cluster in zip(values, clusters, strict=True):
         groups.setdefault(cluster, []).append(value)

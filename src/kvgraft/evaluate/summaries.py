@@ -1,5 +1,6 @@
-"""What the rows of an evaluation say of each policy: means, intervals, and distances in units of
-order noise."""
+"""Summaries of an evaluation's rows by policy: means, intervals, and distances in units of order
+noise.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,37 +26,38 @@ UNKNOWN = Estimate(nan, nan, nan)
 
 @dataclass(frozen=True)
 class Summary:
-    """Some rows of one policy. Shares are of 1.
+    """Summary of some rows of one policy. Shares are fractions of 1.
 
     Attributes:
-        group: what the rows have in common.
+        group: common property of the rows.
         score, low, high: mean score by the tasks' own metrics, with its 95 % bootstrap interval
-            (drawn by item; NaN of a single one).
+            (drawn by item; NaN for a single item).
         of_full: score divided by that of `full` on the same prompts.
-        beyond_full, beyond_low, beyond_high: mean of the differences from `full`, prompt by prompt,
-            with its interval.
-        exact_match, f1: means of these.
-        reused: grafted tokens of the prompt tokens.
-        recomputed: of the grafted tokens, computed again in the last layer.
-        work: grafted (token, layer) pairs computed, probes included, of all grafted ones: what is
-            computed beyond the fresh tokens.
-        flops: floating-point operations of prefill, of those of `full` on the same prompts; NaN
-            where nobody counts. `ffn_flops` are those of FFNs, of full's there, `attention_flops`
-            all others, of full's.
-        kept: of the prompt's tokens, in the cache when the answer begins.
-        promoted: heads that were promoted to see everything, mean per prompt.
-        kv_mib: most that keys and values took at a time, mean per prompt.
-        ttft_ms: median time to the first token; `speedup`: median over prompts of full's divided by
-            this one's.
-        kl, top1, top10, cosine: of the first token against `full`; NaN where the host does not
-            tell.
+        beyond_full, beyond_low, beyond_high: mean difference from `full`, prompt by prompt, with
+            its interval.
+        exact_match, f1: means of these scores.
+        reused: grafted tokens as a share of the prompt tokens.
+        recomputed: share of the grafted tokens that were recomputed in the last layer.
+        work: computed (token, layer) pairs beyond the fresh tokens, probes included, as a share of
+            all grafted pairs.
+        flops: floating-point operations of prefill, divided by those of `full` on the same prompts;
+            NaN where they are not counted.
+        ffn_flops: the same for FFNs only.
+        attention_flops: the same for all other operations.
+        kept: share of the prompt's tokens in the cache when the answer begins.
+        promoted: mean number of heads per prompt that were promoted to see all tokens.
+        kv_mib: peak memory of keys and values, mean per prompt.
+        ttft_ms: median time to the first token.
+        speedup: median over prompts of full's time divided by this policy's.
+        kl, top1, top10, cosine: distances of the first token from `full`; NaN if the host does not
+            report them.
         fallbacks: prompts whose grafts were not used.
         answer_kl, flips, loglik: means of these distances along full's own answer, see
             `metrics.along`.
-        kl_per_noise: `answer_kl` divided by that of order noise on the same prompts; NaN where
-            nobody asked for that.
-        kl_tokens: most likely tokens by which divergences are told, all others as one; 0: the whole
-            vocabulary.
+        kl_per_noise: `answer_kl` divided by that of order noise on the same prompts; NaN without
+            order noise.
+        kl_tokens: number of most likely tokens over which divergences are computed, with all others
+            as one token; 0 is the whole vocabulary.
     """
 
     group: str
@@ -106,7 +108,7 @@ GROUPINGS: dict[str, Callable[[EvalRow], str]] = {
 
 
 def summarise(rows: Sequence[EvalRow], grouping: str) -> list[Summary]:
-    """One summary for each group and policy, in the order in which they appear."""
+    """Return one summary for each group and policy, in the order of their first rows."""
     group_of = GROUPINGS[grouping]
     full, noise = (
         {(row.cluster, row.number): row for row in rows if row.policy == policy}
@@ -123,6 +125,7 @@ def summarise(rows: Sequence[EvalRow], grouping: str) -> list[Summary]:
 def _summary(
     group: str, policy: str, rows: Sequence[EvalRow], full: ByPrompt, noise: ByPrompt
 ) -> Summary:
+    """Summarise the rows of one policy in one group."""
     scores = [row.score for row in rows]
     clusters = [row.cluster for row in rows]
     low, high = bootstrap(scores, clusters)
@@ -178,7 +181,7 @@ def _summary(
 
 
 def _along(rows: Sequence[EvalRow], noise: ByPrompt) -> dict[str, Any]:
-    """What a summary says of distances along full's answer."""
+    """Return the fields of a summary about distances along full's answer."""
     clusters = [row.cluster for row in rows]
     kl, flips, loglik = (_told(rows, name) for name in ("answer_kl", "flips", "loglik"))
     unit = _told(
@@ -197,7 +200,7 @@ def _along(rows: Sequence[EvalRow], noise: ByPrompt) -> dict[str, Any]:
 
 
 def _told(rows: Sequence[EvalRow], name: str) -> list[float]:
-    """A distance of all rows; nothing if one of them does not tell it."""
+    """Return a distance of all rows, or an empty list if one row lacks it."""
     values = [row.answer.distances.get(name, nan) for row in rows]
     return [] if any(map(isnan, values)) else values
 

@@ -142,7 +142,9 @@ class PagePool:
         return self.versions[pages]
 
     def is_live(self, pages: np.ndarray, versions: np.ndarray) -> np.ndarray:
-        """Return whether each page still holds the content of that version, bool of the same shape."""
+        """Return whether each page still holds the content of that version, bool of the same
+        shape.
+        """
         return self.versions[pages] == versions
 
     def clear(self) -> None:
