@@ -1,5 +1,6 @@
-"""Which policy suits a model and the user's own texts: chosen on some prompts, measured again on
-others."""
+"""Calibration: choose a policy for a model and the user's texts on some prompts, then measure it on
+others.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -40,25 +41,31 @@ CANDIDATES = (
     "spread:recompute_share=0.05",
     "spread:recompute_share=0.1",
 )
-BUDGET = 0.25  # of full's floating-point operations: first tokens come about four times as soon
-CHOOSING, ALIKE, CHECKING = "choosing", "alike", "checking"  # directories of the evaluations
-ALIKE_LENGTH, ALIKE_SEGMENTS = 512, 4  # of prompts about documents that look alike
-SAMPLES, SAMPLE_TOKENS, SINKS, WINDOW = 2, 1024, 4, 256  # of the hint about heads
+# share of full's floating-point operations; TTFT is then about 4 times shorter than full's
+BUDGET = 0.25
+# names of the evaluations' directories
+CHOOSING, ALIKE, CHECKING = "choosing", "alike", "checking"
+# tokens and segments of prompts about similar documents
+ALIKE_LENGTH, ALIKE_SEGMENTS = 512, 4
+# samples for the measurement of heads
+SAMPLES, SAMPLE_TOKENS, SINKS, WINDOW = 2, 1024, 4, 256
 
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """What is tried, and on what.
+    """Settings of a calibration.
 
     Attributes:
-        texts: by name.
-        described: what they are, in a few words.
+        texts: texts by name.
+        described: a short description of the texts.
         policies: candidates, without `full`.
         items: prompts of each of the two evaluations; a multiple of 12 has each pattern of reuse
             and kind of question equally often.
-        length: tokens of a prompt, about. `segments`: of known text in it.
-        budget: share of full's floating-point operations that the chosen policy may take, what is
-            new in the prompts included.
+        length: approximate tokens of a prompt.
+        segments: segments of known text in a prompt.
+        budget: maximum share of full's floating-point operations for the chosen policy, fresh
+            tokens included.
+        seed: seed of the prompts.
     """
 
     texts: Mapping[str, str]
@@ -78,8 +85,11 @@ class CalibrationSettings:
             raise ValueError("policies must be others than full, with which they are compared")
 
     def evaluation(self, policies: Sequence[str], *, checks: bool) -> EvalSettings:
-        """Prompts that choose, or others that check; both have every pattern of reuse. Only those
-        that check have order noise, which takes as long as all the rest."""
+        """Return the settings of the evaluation that chooses, or of the one that checks.
+
+        Both have every pattern of reuse. Only the second has order noise, because it takes as long
+        as all other work.
+        """
         suite = make_own(self.texts, "test" if checks else "dev")
         per_task = -(-self.items // len(suite.tasks))
         return EvalSettings(
@@ -89,7 +99,9 @@ class CalibrationSettings:
         )  # fmt: skip
 
     def alike_evaluation(self, policies: Sequence[str], *, testbed: bool) -> EvalSettings:
-        """Return prompts with right answers about similar documents that were read one by one."""
+        """Return the settings of prompts with right answers about similar documents, each computed
+        alone.
+        """
         suite = GENERATED["sheets"] if testbed else make_alike("dev")
         suite = dataclasses.replace(suite, tasks=suite.tasks[: self.items])
         items = -(-2 * self.items // (QUESTIONS * len(suite.tasks)))
@@ -112,11 +124,11 @@ def calibrate(
     *,
     testbed: bool = False,
 ) -> PolicyProfile:
-    """Try all policies, choose one, and measure it on other prompts; what the directory holds is
-    not done again.
+    """Try all policies, choose one, and measure it on other prompts. Results in the directory are
+    not computed again.
 
     Args:
-        testbed: whether the model is the bundled one, which reads no English.
+        testbed: True for the bundled model, which reads no English.
 
     Raises:
         ValueError: the texts are too short, no policy is within the budget, or the directory holds
@@ -154,11 +166,11 @@ def calibrate(
 def choose(tried: Sequence[MeasuredPolicy], budget: float) -> MeasuredPolicy:
     """Return the policy within the budget that is nearest to full recomputation.
 
-    Policies that answer worse where documents look alike are left out. If all do, return the one
-    with the most right answers.
+    Policies with worse answers about similar documents are left out. If all have them, return the
+    one with the most right answers.
 
     Raises:
-        ValueError: there is none within the budget.
+        ValueError: no policy is within the budget.
     """
     within = [one for one in tried if one.flops <= budget]
     if not within:
@@ -181,7 +193,7 @@ LEGEND = (
 
 
 def render(profile: PolicyProfile) -> RenderableType:
-    """A line for each policy, and what was chosen, for a rich console."""
+    """Return a line for each policy, and the choice, for a rich console."""
     unit = profile.order_noise[0]
     title = f"{profile.prompts} prompts of about {profile.tokens} tokens: {profile.texts}"
     table = Table(title=title, title_justify="left", pad_edge=False, collapse_padding=True)
@@ -217,7 +229,7 @@ def _measured(summary: Summary) -> MeasuredPolicy:
 
 
 def _difference(summary: Summary) -> Interval:
-    """Return score less that of full; with a single text the interval is -1 to 1."""
+    """Return the score minus full's, with its interval; -1 to 1 for a single text."""
     low, high = (
         (-1.0, 1.0) if isnan(summary.beyond_low) else (summary.beyond_low, summary.beyond_high)
     )
@@ -232,7 +244,7 @@ def _interval(estimate: Estimate) -> Interval:
 
 
 def _far_mass(engine: Engine, texts: Sequence[str]) -> tuple[tuple[float, ...], ...]:
-    """[L][Hkv], nothing of texts that are too short for it."""
+    """Return the attention outside sinks and window, [L][Hkv]; empty if the texts are too short."""
     try:
         samples = text_samples(engine, texts, count=SAMPLES, length=SAMPLE_TOKENS)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Function calls in an answer, compared with those that are expected, as BFCL does."""
+"""Function calls in an answer, compared with the expected calls as in BFCL."""
 
 import ast
 import json
@@ -8,15 +8,16 @@ from contextlib import suppress
 from typing import Any
 
 _AROUND = re.compile(r"```\w*|</?tool_call>")
-_IGNORED = re.compile(r"[ ,./\-_*^]")  # in strings
+# characters of strings that a comparison ignores
+_IGNORED = re.compile(r"[ ,./\-_*^]")
 
 
 def match_calls(answer: str, expected: Sequence[str]) -> float:
-    """1 if the answer makes the expected calls and no other, in any order, else 0.
+    """Return 1 if the answer makes exactly the expected calls, in any order, else 0.
 
     Args:
-        expected: a JSON object each, `{name: {argument: [allowed values]}}`; one that may be left
-            out allows "".
+        expected: one JSON object per call, `{name: {argument: [allowed values]}}`; "" as a value
+            means that the argument is optional.
     """
     made = find_calls(answer)
     for wanted in map(json.loads, expected):
@@ -28,8 +29,11 @@ def match_calls(answer: str, expected: Sequence[str]) -> float:
 
 
 def find_calls(answer: str) -> list[tuple[str, dict[str, Any]]]:
-    """The calls of an answer, or of its first line: in Python, `f(a=1)` or a list of such, or in
-    JSON, `{"name": "f", "arguments": {"a": 1}}` or a list of such. Empty if it is neither."""
+    """Return the calls of an answer, or of its first line; empty if there are none.
+
+    They are in Python, `f(a=1)` or a list of calls, or in JSON, `{"name": "f", "arguments": {"a":
+    1}}` or a list of these.
+    """
     text = _AROUND.sub("", answer).strip()
     for read in (_from_json, _from_python):
         for part in (text, text.partition("\n")[0]):
@@ -64,7 +68,7 @@ def _from_python(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _value(node: ast.expr) -> Any:
-    """A literal, or the text of what is none."""
+    """Return a literal, or the source text of any other expression."""
     try:
         return ast.literal_eval(node)
     except ValueError:
@@ -77,8 +81,9 @@ def _is(call: tuple[str, dict[str, Any]], wanted: Mapping[str, Mapping[str, Any]
 
 
 def _fits(given: Mapping[str, Any], allowed: Mapping[str, Any]) -> bool:
-    """Whether all that is given is allowed, and all that may not be left out is given. A single
-    value that is allowed may stand without a list."""
+    """Return whether all given arguments are allowed, and all required ones are given. A single
+    allowed value may come without a list.
+    """
     choices = {
         name: values if isinstance(values, list) else [values] for name, values in allowed.items()
     }

@@ -52,7 +52,7 @@ class PolicyOutcome(msgspec.Struct, frozen=True):
     Attributes:
         first_kl: KL(full || policy) of the first token, in nats.
         answer_kl: mean KL along full's own answer, in nats.
-        flips, loglik: see `metrics.along`.
+        flips, loglik: see `guard.distances.along`.
         agreement: share of full's answer tokens that this answer has at the same place.
         kl_per_noise: `answer_kl` divided by that of order noise, if requested.
     """

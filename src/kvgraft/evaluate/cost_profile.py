@@ -1,5 +1,4 @@
-"""How long this machine takes for what the cost model weighs: measured, and what that means for
-prompts."""
+"""Measured costs of this machine for the cost model, and the resulting times of prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +12,16 @@ from kvgraft.engine.engine import Engine
 from kvgraft.methods import require_share
 from kvgraft.prefill.costs import Costs, count_pairs, sizes
 
-PROMPTS = (1024, 4096, 16384)  # tokens
+# lengths of prompts in tokens
+PROMPTS = (1024, 4096, 16384)
 
 
 @dataclass(frozen=True)
 class PromptSeconds:
-    """Of a prompt of so many tokens: computed in full; or all of it but the last token grafted,
-    which is copying it and computing a share of it again."""
+    """Times of a prompt: computed in full, or grafted except for the last token.
+
+    A grafted prompt is copied, and a share of it is recomputed.
+    """
 
     tokens: int
     full_s: float
@@ -29,11 +31,14 @@ class PromptSeconds:
 
 @dataclass(frozen=True)
 class CostProfile:
-    """Measured costs, and what follows for prompts.
+    """Measured costs, and the resulting times of prompts.
 
     Attributes:
-        measured_tokens: of the longest prompt that was measured; longer ones are extrapolated.
-        recomputed_share: of grafted tokens that are computed again.
+        costs: measured costs.
+        measured_tokens: tokens of the longest measured prompt; times of longer ones are
+            extrapolated.
+        recomputed_share: share of grafted tokens that are recomputed.
+        prompts: times of prompts.
     """
 
     costs: Costs
@@ -43,10 +48,10 @@ class CostProfile:
 
 
 def profile(engine: Engine, recomputed_share: float) -> CostProfile:
-    """Measure an engine whose cache is empty.
+    """Measure an engine with an empty cache.
 
     Raises:
-        ValueError: a share that is none.
+        ValueError: `recomputed_share` is not a share.
     """
     require_share("recomputed_share", recomputed_share)
     costs = measure_costs(engine.decoder, engine.memory.cache, engine.max_length)
@@ -57,7 +62,7 @@ def profile(engine: Engine, recomputed_share: float) -> CostProfile:
 def estimate(
     costs: Costs, recomputed_share: float, lengths: Sequence[int] = PROMPTS
 ) -> tuple[PromptSeconds, ...]:
-    """What prompts of these lengths take."""
+    """Return the times of prompts of these lengths."""
     found = []
     for length in lengths:
         grafted, pairs, last = length - 1, count_pairs(0, length), count_pairs(length - 1, length)
@@ -68,7 +73,7 @@ def estimate(
 
 
 def render(found: CostProfile) -> RenderableType:
-    """A line for each prompt, and what that follows from, for a rich console."""
+    """Return a line for each prompt, and the costs behind it, for a rich console."""
     title = (
         f"seconds to the first token; of what is grafted {found.recomputed_share:.0%} is computed "
         "again"
@@ -95,7 +100,7 @@ def render(found: CostProfile) -> RenderableType:
 
 
 def _duration(seconds: float) -> str:
-    """In the unit that suits it."""
+    """Return a time in a suitable unit."""
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

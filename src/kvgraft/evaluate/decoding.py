@@ -1,5 +1,6 @@
-"""How long decode steps take, on a context of random keys and values: what flows choose there has
-no meaning, what it costs has."""
+"""Times of decode steps on a context of random keys and values. Only their cost has a meaning, not
+the chosen blocks.
+"""
 
 import copy
 import statistics
@@ -21,15 +22,14 @@ Step = Callable[[], object]
 
 
 class Steps:
-    """Sequences of some length in the pool of an engine that has nothing else to do; takes its
-    pages for good.
+    """Sequences of equal length in the pool of an idle engine. Their pages are never released.
 
     Args:
-        context: tokens of a sequence, the one that a step computes among them.
-        batch: sequences.
+        context: tokens of a sequence, including the one that a step computes.
+        batch: number of sequences.
 
     Raises:
-        RequestError, PoolExhausted: they do not fit.
+        RequestError, PoolExhausted: the sequences do not fit.
     """
 
     def __init__(self, engine: Engine, context: int, batch: int) -> None:
@@ -50,11 +50,11 @@ class Steps:
             sequence.tokens.append(tokens[0])
 
     def under(self, flow: str) -> Step:
-        """A step under this flow; always the same one."""
+        """Return a step under this flow. It can be repeated."""
         return self.of(flow)[0]
 
     def of(self, flow: str, *, enforce_eager: bool = False) -> tuple[Step, StepGraphs]:
-        """The same, and what counts how it was run."""
+        """Return a step under this flow, and the graphs that count its runs."""
         engine, sequences = self._engine, [copy.copy(sequence) for sequence in self._sequences]
         for sequence in sequences:
             sequence.flow, sequence.num_indexed = parse_flow(flow), 0
@@ -64,8 +64,9 @@ class Steps:
 
 
 def in_turn(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each in every round, after three that do not count: by then a step that can be is
-    a CUDA graph."""
+    """Return the seconds of each step in every round, after three warm-up rounds that capture CUDA
+    graphs.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(-3, rounds):
         for name, step in steps.items():
@@ -79,7 +80,7 @@ def in_turn(steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
 
 
 def wait() -> None:
-    """Until the device has done what it was told."""
+    """Wait until the device has finished all work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -88,8 +89,11 @@ def wait() -> None:
 def speedups(
     engine: Engine, flows: Sequence[str], context: int, rounds: int = 15
 ) -> dict[str, tuple[float, float]]:
-    """Of each flow: tokens a second of one sequence of this length, and how many times faster than
-    dense that is."""
+    """Return for each flow the decode speed of one sequence of `context` tokens.
+
+    Returns:
+        Tokens per second, and speed relative to dense attention.
+    """
     steps = Steps(engine, context, 1)
     found: dict[str, tuple[float, float]] = {}
     for flow in flows:  # two at a time: caches of many flows would not fit the pool's memory

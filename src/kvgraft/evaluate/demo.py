@@ -1,5 +1,6 @@
-"""The demonstration: three applications, each under several policies, on the bundled model or one
-of the user's own."""
+"""Demonstration of three applications, each under several policies, on the bundled model or another
+one.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +22,13 @@ from kvgraft.prefill import DEFAULT_POLICY
 from kvgraft.testbed.scenarios import ScenarioItem, make_scenarios
 
 POLICIES = ("full", "naive", "sparsex", DEFAULT_POLICY)
-MAX_TOKENS = 4  # enough for the first word of an answer in a subword vocabulary
+# tokens of an answer: enough for its first word in a subword vocabulary
+MAX_TOKENS = 4
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """One prompt: the right answer, and the result of every policy."""
+    """Right answer of one prompt, and the result of every policy."""
 
     answer: str
     results: Mapping[str, Result]
@@ -34,17 +36,17 @@ class _Outcome:
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """What one policy did on `num_prompts` prompts.
+    """Result of one policy on `num_prompts` prompts.
 
     Attributes:
         ttft_ms: median time to the first token, in milliseconds.
         speedup: median over prompts of the time of `full` divided by the time of this policy.
         reused: grafted tokens as a share of the prompt tokens.
-        recomputed: tokens computed again in the last layer, as a share of the grafted tokens.
-        work: (token, layer) pairs computed, as a share of those of full recomputation.
-        right: answers whose first word is the expected one, whatever their case.
+        recomputed: tokens recomputed in the last layer, as a share of the grafted tokens.
+        work: computed (token, layer) pairs, as a share of those of full recomputation.
+        right: answers whose first word is the expected one, in any case.
         same_as_full: answers whose first word is that of `full`.
-        fallbacks: prompts whose grafts were found and not used.
+        fallbacks: prompts with known grafts that were not used.
     """
 
     policy: str
@@ -70,8 +72,7 @@ class ScenarioTable:
 
 @dataclass(frozen=True)
 class DemoReport:
-    """All tables, the rows over all scenarios together, and one sentence that says what they
-    show."""
+    """All tables, the rows over all scenarios together, and a summary in one sentence."""
 
     setup: str
     tables: tuple[ScenarioTable, ...]
@@ -89,21 +90,21 @@ def run_demo(
 ) -> DemoReport:
     """Run every scenario under every policy.
 
-    Each item begins with an empty cache and a full reading of the prompts of phase 1. The prompts
-    of phase 2 leave nothing behind, so that all policies reuse the same pages; on each prompt they
-    take turns.
+    Each item begins with an empty cache and a full prefill of the prompts of phase 1. The prompts
+    of phase 2 store nothing, so all policies reuse the same pages. Policies take turns on each
+    prompt.
 
     Args:
-        engine: on the bundled model, or on another one, whose answers may be wrong.
-        seed: of the scenarios.
-        items: of each scenario.
-        policies: names with or without options; the first is `full`, with which the others are
-            compared.
-        on_progress: called after each prompt of phase 2 with the number of them done, and of all.
+        engine: engine on the bundled model, or on another one, whose answers may be wrong.
+        seed: seed of the scenarios.
+        items: items of each scenario.
+        policies: names with or without options; the first is `full`, the reference of the others.
+        on_progress: called after each prompt of phase 2 with the number of finished and of all
+            prompts.
 
     Raises:
         ValueError: `items` is below 1, `policies` does not begin with `full`, or the engine cannot
-            serve a policy or a prompt (too long for the model, say); the message says why.
+            serve a policy or a prompt (for example, too long for the model); the message says why.
     """
     if not policies or policies[0] != "full":
         raise ValueError(f"policies must begin with full, got {policies}")
@@ -201,8 +202,9 @@ def _summary(overall: Sequence[PolicyRow]) -> str:
 
 
 def render(report: DemoReport) -> RenderableType:
-    """The tables, under each the gap to full recomputation, and the closing sentence, for a rich
-    console."""
+    """Return the tables, each with the gap to full recomputation, and the summary, for a rich
+    console.
+    """
     legend = (
         "reused: share of the prompt grafted; redone: share of that computed again in the last "
         "layer; "

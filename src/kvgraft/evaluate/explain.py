@@ -1,5 +1,4 @@
-"""A flow as the planner sees it: caches, operators with their shapes, what is computed together,
-bytes moved."""
+"""Explanation of a flow: caches, operators with their shapes, groups, and bytes moved."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +20,11 @@ from kvgraft.decode.vtensor import NumBlocks
 
 @dataclass(frozen=True)
 class OperatorLine:
-    """One operator of a flow. `group` is the number of the kernel that computes it, None in
-    forward_cache."""
+    """One operator of a flow.
+
+    Attributes:
+        group: number of the kernel that computes it; None in forward_cache.
+    """
 
     stage: str
     name: str
@@ -37,18 +39,21 @@ class OperatorLine:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `kvgraft flow explain` says.
+    """Result of `kvgraft flow explain`.
 
     Attributes:
+        flow: name of the flow.
+        stateful: True if steps change what later steps choose.
         caches: shapes for one block.
-        cache_share: bytes of the caches, of those of keys and values.
-        selects: blocks that a step attends to at most.
-        context: tokens of the sequence that bytes are counted for; they are of one KV head.
+        cache_share: bytes of the caches, as a share of those of keys and values.
+        lines: operators.
+        selects: maximum number of blocks that a step attends to.
+        context: tokens of the sequence for which bytes are counted, for one KV head.
         fused, unfused: bytes that the indexer reads and writes as planned, and operator by
             operator.
-        attended, dense: bytes of the keys and values that the step reads, and that dense attention
-            would.
-        sources: of the kernels that are generated for CUDA, in Triton.
+        attended, dense: bytes of keys and values that the step reads, and that dense attention
+            reads.
+        sources: Triton sources of the kernels that are generated for CUDA.
     """
 
     flow: str
@@ -66,8 +71,12 @@ class Explanation:
 
 
 def explain(program: Program, kept: int, context: int, itemsize: int = 4) -> Explanation:
-    """For a sequence of `context` tokens, of each of which the pool keeps so many numbers for a KV
-    head."""
+    """Explain a flow for a sequence of `context` tokens.
+
+    Args:
+        kept: numbers that the pool stores per token and KV head.
+        itemsize: bytes of a number.
+    """
     blocks, per_block = context // program.block_size, program.block_size * kept
     groups = plan(program)
     return Explanation(
@@ -142,7 +151,7 @@ def _option(value: object) -> str:
 
 
 def render(found: Explanation) -> RenderableType:
-    """For a terminal."""
+    """Return the explanation for a terminal."""
     table = Table("kernel", "", "operator", "shape", "line", title=found.flow, title_justify="left")
     before = ""
     for line in sorted(found.lines, key=lambda line: -1 if line.group is None else line.group):

@@ -1,8 +1,8 @@
-"""Flows in stages, as programs that search for them are judged: retrieval first, more for those
-that pass it.
+"""Evaluation of flows in stages: retrieval first, and more tasks for flows that pass it.
 
-The prompt is read densely, but its question is decoded token by token under the flow, as the answer
-is; else most of what a short answer needs would have been known before the flow had a say."""
+The prompt's text is prefilled densely, but its question is decoded token by token under the flow,
+like the answer. Otherwise most information for a short answer would be known before the flow runs.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,12 +31,13 @@ ROWS = "flows.jsonl"
 
 @dataclass(frozen=True)
 class FlowStage:
-    """Tasks that a flow must answer well before the next stage.
+    """Tasks that a flow must pass before the next stage.
 
     Attributes:
-        tasks: of each suite.
+        name: name of the stage.
+        tasks: tasks of each suite.
         items: texts of each task, with up to four questions.
-        passes: share of dense attention's score that lets a flow go on.
+        passes: share of dense attention's score that a flow needs to pass.
     """
 
     name: str
@@ -45,7 +46,7 @@ class FlowStage:
     passes: float = 0.0
 
     def texts(self, seed: int, length: int) -> Iterator[tuple[str, Item]]:
-        """Items with their tasks; equal arguments give equal ones."""
+        """Yield items with their tasks. Equal arguments give equal items."""
         shape = Shape(length, patterns=("alone",))
         for suite, tasks in self.tasks.items():
             for item in GENERATED[suite].items(seed, self.items, shape):
@@ -76,14 +77,14 @@ class FlowRow(msgspec.Struct, frozen=True):
 
 
 class FlowScore(msgspec.Struct, frozen=True):
-    """What became of one flow. Scores are shares of 1; `of_dense` compares with dense attention on
-    the same questions.
+    """Scores of one flow, as shares of 1. `of_dense` compares with dense attention on the same
+    questions.
 
     Attributes:
-        low, high: 95 % bootstrap interval of the score, drawn by text; None of a single one.
-        passed: stages that it has answered; the last may have been its end.
-        tokens_per_s, faster: of decode steps of one sequence, see `decoding.speedups`; 0 if nobody
-            measured.
+        low, high: 95 % bootstrap interval of the score, drawn by text; None for a single text.
+        passed: stages with answers; the flow may have failed the last one.
+        tokens_per_s, faster: speed of decode steps of one sequence, see `decoding.speedups`; 0 if
+            not measured.
     """
 
     flow: str
@@ -109,14 +110,14 @@ def evaluate(
     scale: int = 1,
     on_progress: OnProgress | None = None,
 ) -> list[FlowRow]:
-    """Let all flows through the stages; `dense` goes first and through all. What `out` holds is not
-    asked again.
+    """Run all flows through the stages. `dense` runs first, through all of them. Answers in `out`
+    are not computed again.
 
     Args:
-        scale: times as many texts as the stages say.
+        scale: factor of the number of texts in each stage.
 
     Raises:
-        ValueError: a flow that cannot be right; nothing is asked then.
+        ValueError: an invalid flow; nothing is asked then.
     """
     for flow in flows:
         found = parse_flow(flow)
@@ -156,7 +157,7 @@ def _answers(
     flows: Sequence[str],
     known: Mapping[tuple[str, int, int, str], FlowRow],
 ) -> Iterator[FlowRow]:
-    """What is not known yet. The text is read once, by whoever comes first."""
+    """Yield the missing answers. The first flow prefills the text, and the others reuse it."""
     engine.clear_cache()
     for number, ask in enumerate(item.phase_2):
         for flow in flows:
@@ -169,10 +170,13 @@ def _answers(
 
 
 def _answer(engine: Engine, ask: Ask, flow: str) -> str:
-    """Pages are shared where the flow allows that, and copied where it does not: exact, as all has
-    been read so."""
+    """Answer a question under a flow.
+
+    Pages are shared if the flow allows it, and copied otherwise. They are exact, because the text
+    was prefilled densely.
+    """
     *parts, question = as_parts(ask.segments, ())
-    given = engine.encode(str(question))  # computed under the flow
+    given = engine.encode(str(question))  # decoded under the flow
     sampling = SamplingParams(max_tokens=len(given) + ask.max_tokens)
     [result] = engine.generate([Request(parts, "naive", sampling, flow=flow, forced_output=given)])
     if result.error:
@@ -190,7 +194,7 @@ def _scores(rows: Iterable[FlowRow]) -> dict[str, float]:
 def summarise(
     rows: Sequence[FlowRow], speed: Mapping[str, tuple[float, float]] | None = None
 ) -> list[FlowScore]:
-    """One line a flow, best first: by the stages that it has answered, then by its score."""
+    """Return one score per flow, best first: by the number of stages, then by score."""
     dense = {(row.stage, row.text, row.number): row.score for row in rows if row.flow == DENSE}
     found = []
     for flow in dict.fromkeys(row.flow for row in rows):
@@ -220,7 +224,9 @@ def summarise(
 
 
 def frontier(found: Sequence[FlowScore]) -> list[FlowScore]:
-    """Flows than which no other is both better (in all stages) and faster, fastest first."""
+    """Return the flows that no other flow beats in both score (in all stages) and speed, fastest
+    first.
+    """
     whole = [one for one in found if len(one.passed) == max(len(other.passed) for other in found)]
     return sorted(
         (
@@ -236,12 +242,12 @@ def frontier(found: Sequence[FlowScore]) -> list[FlowScore]:
 
 
 def as_json(found: Sequence[FlowScore]) -> str:
-    """What a program reads."""
+    """Return the scores as JSON."""
     return msgspec.json.format(msgspec.json.encode(list(found)), indent=2).decode() + "\n"
 
 
 def render(found: Sequence[FlowScore]) -> RenderableType:
-    """A line for each flow; those of the frontier are marked."""
+    """Return a line for each flow. Flows of the frontier are marked."""
     stages = list(dict.fromkeys(name for one in found for name in one.stages))
     table = Table()
     table.add_column("flow", overflow="fold", min_width=14)

@@ -1,5 +1,4 @@
-"""One prompt, looked into: a self-contained HTML page that shows what every policy did with every
-token."""
+"""Self-contained HTML page of one prompt: the kind of every token under every policy."""
 
 import json
 from dataclasses import dataclass
@@ -24,11 +23,12 @@ from kvgraft.segments.prompt import parse_markers
 
 @dataclass(frozen=True)
 class Inspection:
-    """What the page shows.
+    """Content of the page.
 
     Attributes:
+        model: name of the model.
         tokens: text of each prompt token.
-        policies: one for each policy, see `_view`.
+        policies: one view per policy, see `_view`.
     """
 
     model: str
@@ -37,11 +37,11 @@ class Inspection:
 
 
 def inspect(engine: Engine, case: Case, on_progress: OnProgress | None = None) -> Inspection:
-    """Time the policies as `kvgraft compare` does, then run each once more and watch.
+    """Time the policies as `kvgraft compare` does, then run each once more and record it.
 
     Raises:
-        ValueError: the engine cannot answer the prompt, or a policy keeps documents apart, which
-            has no such picture.
+        ValueError: the engine cannot answer the prompt, or a policy keeps documents apart, so that
+            tokens have no such kinds.
     """
     for name in case.policies:
         if isinstance(parse_policy(name), KeepsDocuments):
@@ -66,8 +66,9 @@ def inspect(engine: Engine, case: Case, on_progress: OnProgress | None = None) -
 
 
 def _view(outcome: PolicyOutcome, record: PrefillRecord) -> dict[str, Any]:
-    """Kinds p, g, f and r (grafted, then recomputed in the last layer) as one string; scores by
-    layer from 0 to 1."""
+    """Return the view of a policy: kinds p, g, f and r (grafted, then recomputed in the last layer)
+    as one string, and scores by layer from 0 to 1.
+    """
     if record.plan is None:
         raise ValueError("nothing was recorded")
     again = record.computed[-1] & record.plan.grafted
@@ -97,7 +98,7 @@ def _view(outcome: PolicyOutcome, record: PrefillRecord) -> dict[str, Any]:
 
 
 def render_page(inspection: Inspection) -> str:
-    """The page, with everything that it needs inside."""
+    """Return the page. It needs no other files."""
     data = {
         "tokens": inspection.tokens,
         "policies": inspection.policies,

@@ -1,5 +1,6 @@
-"""Texts with a needle in them, which a cue tells to look for: in the language of the testbed, or in
-English."""
+"""Texts with a needle, and a cue that announces it: in the language of the testbed, or in
+English.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,14 +11,16 @@ from kvgraft.evaluate.tasks.texts import CHARACTERS
 from kvgraft.testbed import tasks
 from kvgraft.testbed.documents import Facts, make_documents, make_glossary
 
-NUM_TOKENS = 600  # of a text, about
+# approximate tokens of a text
+NUM_TOKENS = 600
 CITIES = ("Oslo", "Turin", "Quito", "Dakar", "Perth", "Kyoto", "Porto", "Cairo")
 
 
 @dataclass(frozen=True)
 class NeedleText:
-    """A text (`before`, `needle`, `after`), what tells that the needle matters, and what asks for
-    it."""
+    """A text (`before`, `needle`, `after`), the cue that the needle matters, and the question for
+    it.
+    """
 
     cue: str
     before: str
@@ -27,7 +30,7 @@ class NeedleText:
 
     @property
     def text(self) -> str:
-        """The text as the model reads it."""
+        """The text that the model reads."""
         return self.before + self.needle + self.after
 
 
@@ -36,7 +39,9 @@ NeedleMaker = Callable[[int], NeedleText]
 
 
 def fact_needle(seed: int) -> NeedleText:
-    """A fact whose meaning the cue gives: `the paint of lamp is grey`, `note grey means 51 .`"""
+    """Return a fact whose meaning the cue gives: `the paint of lamp is grey`, `note grey means 51
+    .`
+    """
     rng = Random(seed)  # noqa: S311
     colours = ["grey", "violet", "teal"]
     facts = Facts(glossary=1, needle=3)
@@ -53,8 +58,9 @@ def fact_needle(seed: int) -> NeedleText:
 
 
 def english_needle(seed: int) -> NeedleText:
-    """A secret number in documentation of an installed package; the cue says that it will be asked
-    for."""
+    """Return a secret number in documentation of an installed package. The cue announces the
+    question for it.
+    """
     rng = Random(seed)  # noqa: S311
     wanted = NUM_TOKENS * CHARACTERS
     texts = [" ".join(sentence for _, sentence in one.sentences) for one in read_documentation()]

@@ -1,5 +1,6 @@
-"""Five short texts about the world, and questions that they answer: for the demonstration on a real
-model."""
+"""Five short texts about the world and questions about them, for the demonstration on a real
+model.
+"""
 
 from dataclasses import dataclass
 
@@ -14,15 +15,14 @@ class Passage:
 
 @dataclass(frozen=True)
 class TextQuestion:
-    """A question, and the passages that stand before it in its prompt, in this order; not all of
-    them matter."""
+    """A question, and the passages before it in its prompt, in order. Some do not matter."""
 
     text: str
     passages: tuple[Passage, ...]
 
 
 def _passage(title: str, text: str) -> Passage:
-    """A passage, its paragraphs each in one line."""
+    """Return a passage with each paragraph on one line."""
     return Passage(
         title, "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
     )
@@ -123,13 +123,13 @@ Black tea is made with boiling water. Green tea becomes bitter that way: for it 
 degrees Celsius. Most tea is grown in China, followed by India, Kenya and Sri Lanka. After water, tea is what people
 drink most.""",
 )
-# an instruction, and the passages that the model reads behind it before any question is asked
+# an instruction, and the passages that the model reads after it before any question
 READINGS = (
     ("You write headlines.", (TOWER, BEES)),
     ("You find spelling mistakes.", (TEA, WHALE)),
     ("You translate into French.", (CANAL,)),
 )
-# chosen by what SmolLM2-135M answered under full recomputation, before it was asked with reuse
+# chosen by the answers of SmolLM2-135M under full recomputation, before any test with reuse
 QUESTIONS = (
     TextQuestion("After whom is the Eiffel Tower named?", (BEES, TOWER)),
     TextQuestion("How long is the Panama Canal?", (TEA, WHALE, CANAL)),

@@ -1,4 +1,4 @@
-"""Pictures of an evaluation and of what layers find (needs matplotlib)."""
+"""Figures of evaluations and of layers (needs matplotlib)."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -26,15 +26,19 @@ STYLE = {
 }  # fmt: skip
 WORK = "grafted token x layer work done again"
 FLOPS = "floating-point operations of prefill, of full's"
-LEAST_KL = 1e-3  # nats, below which the scale of divergences is linear
+# nats; below this value the scale of divergences is linear
+LEAST_KL = 1e-3
 _TAB20 = plt.get_cmap("tab20").colors
-COLOURS = (*_TAB20[::2], *_TAB20[1::2])  # ten strong ones, then their lighter twins
+COLOURS = (*_TAB20[::2], *_TAB20[1::2])  # ten strong colours, then the ten lighter ones
 
 
 def write_plots(rows: Sequence[EvalRow], directory: Path) -> list[Path]:
-    """Quality against time and against work, distance from full against FLOPs, quality against
-    memory where policies differ in it, and by task, length and pattern where there is more than
-    one."""
+    """Draw quality against time and work, distance from full against FLOPs, and quality by task,
+    length and pattern.
+
+    Quality against memory is drawn if policies differ in memory. Groupings with one group only are
+    left out.
+    """
     policies = list(dict.fromkeys(row.policy for row in rows))
     colours = {policy: COLOURS[number % len(COLOURS)] for number, policy in enumerate(policies)}
     overall = summarise(rows, "all")
@@ -66,7 +70,7 @@ def _by_group(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
 
 
 def draw_full(axes: Axes, full: Summary) -> None:
-    """A line at the score of full recomputation."""
+    """Draw a line at the score of full recomputation."""
     _draw_level(axes, full.score, "full")
 
 
@@ -108,8 +112,11 @@ def _scatter(
 
 
 def _divergences(panels: Mapping[str, Sequence[Summary]]) -> Figure:
-    """KL along full's answer against FLOPs, and that of full itself in other orders, if that was
-    asked for: a panel for each group. Forms of one policy are joined."""
+    """Draw KL along full's answer against FLOPs, with one panel per group. Variants of one policy
+    are joined.
+
+    Order noise is drawn too, if it was measured.
+    """
     columns = min(3, len(panels))
     shape = -(-len(panels) // columns), columns
     size = (6.4, 4.2) if len(panels) == 1 else (3.6 * shape[1], 3.0 * shape[0])
@@ -158,13 +165,14 @@ def _divergence(axes: Axes, summaries: Sequence[Summary]) -> None:
 
 
 def _counted(summaries: Sequence[Summary]) -> bool:
-    """Whether the host counts floating-point operations."""
+    """Return whether the host counts floating-point operations."""
     return not any(isnan(summary.flops) for summary in summaries if summary.policy != ORDER_NOISE)
 
 
 def write_calibration(profile: PolicyProfile, path: Path) -> Path:
-    """How far every policy that was tried is from full recomputation, in units of order noise,
-    against its work."""
+    """Draw each policy's distance from full recomputation, in units of order noise, against its
+    work.
+    """
     unit = profile.order_noise[0] or 1.0
     with mpl.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(6.4, 4.2))
@@ -213,8 +221,11 @@ def _bars(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]], n
 
 
 def write_pareto(found: Sequence[FlowScore], best: Sequence[FlowScore], directory: Path) -> Path:
-    """Accuracy against speed of flows; those that no other beats in both are joined, numbered and
-    named. Those that an early stage has ended are paler: their score is of easier tasks."""
+    """Draw accuracy against speed of flows. Flows on the Pareto frontier are joined, numbered and
+    named.
+
+    Flows that ended at an early stage are paler, because their score is of easier tasks.
+    """
     last = max(len(one.passed) for one in found)
     with mpl.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7.2, 4.8))
@@ -246,7 +257,7 @@ def write_pareto(found: Sequence[FlowScore], best: Sequence[FlowScore], director
 
 
 def write_layers(panels: Sequence[tuple[str, np.ndarray, range]], path: Path) -> None:
-    """Which tokens each layer holds for the most important (SparseX Figures 5 and 6).
+    """Draw the most important tokens of each layer (SparseX Figures 5 and 6).
 
     Args:
         panels: title, bool [L, T] (token is among the layer's top), and the tokens of the needle.
@@ -262,8 +273,9 @@ def write_layers(panels: Sequence[tuple[str, np.ndarray, range]], path: Path) ->
 
 
 def write_layer_profile(found: Mapping[str, np.ndarray], stable: Sequence[int], path: Path) -> None:
-    """How many texts of each data set agree with a layer on what is most important, and N* (SamKV
-    Figure 8)."""
+    """Draw for each data set how many texts agree with a layer on the most important block, and N*
+    (SamKV Figure 8).
+    """
     with mpl.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(6.4, 3.6))
         for layer in stable:
@@ -298,7 +310,7 @@ def _layer_panel(axes: Axes, title: str, chosen: np.ndarray, needle: range) -> N
 
 
 def write_heads(head_map: HeadMap, path: Path) -> Path:
-    """Layers by KV heads: everything that was measured; G and R keep everything."""
+    """Draw all measurements by layer and KV head. Heads marked G and R keep all tokens."""
     layers, heads = len(head_map.classes), len(head_map.classes[0])
     measured = (
         ("attention outside sinks and window", head_map.far_mass), ("shift with the prefix",
@@ -334,7 +346,7 @@ def write_heads(head_map: HeadMap, path: Path) -> Path:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a picture, and let go of it."""
+    """Write a figure to a file, and close it."""
     figure.savefig(path)
     plt.close(figure)
     return path

@@ -1,5 +1,6 @@
-"""Texts of segments, the last of which is the question, as a prompt: a line each, and what a chat
-template adds."""
+"""Prompts from texts of segments and a final question: one line each, within a chat template if
+wanted.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -8,13 +9,19 @@ from typing import Any
 from kvgraft.engine.text import opening_ids
 from kvgraft.segments.prompt import Part, Segment, render_chat
 
-SYSTEM, USER = "(instruction)", "(text)"  # where a template puts them
+# placeholders that show where a template puts its messages
+SYSTEM, USER = "(instruction)", "(text)"
 
 
 @dataclass(frozen=True)
 class Chat:
-    """What a model's chat template puts before the first text of a prompt (an instruction), between
-    it and the others (what the user says), and behind these."""
+    """Texts of a model's chat template.
+
+    Attributes:
+        before: text before the first text of a prompt, the instruction.
+        between: text between the instruction and the others, the user's message.
+        after: text after these.
+    """
 
     before: str
     between: str
@@ -22,15 +29,17 @@ class Chat:
 
 
 def find_chat(tokenizer: Any) -> Chat | None:
-    """A tokenizer's chat template; None if it has none. The instruction is the system's message,
-    or, where the template knows no such, the beginning of the user's.
+    """Return a tokenizer's chat template, or None if it has none.
+
+    The instruction is the system message. If the template has no system role, it is the beginning
+    of the user's message.
 
     Raises:
-        ValueError: the template does not leave messages as they are.
+        ValueError: the template changes the text of messages.
     """
     if not tokenizer.chat_template:
         return None
-    # every text gets that anyway
+    # the tokenizer adds its opening token to every text anyway
     by_itself = tokenizer.bos_token if opening_ids(tokenizer, "") else ""
     for messages in (
         [{"role": "system", "content": SYSTEM}, {"role": "user", "content": USER}],
@@ -59,8 +68,12 @@ def as_parts(
     chat: Chat | None = None,
     begun: str = "",
 ) -> list[Part]:
-    """For the native engine: every part is tokenised on its own; those that are `reused` (None: all
-    but the last) are marked as segments. `begun` is how the answer begins."""
+    """Return a prompt for the native engine, in parts that are tokenised separately.
+
+    Args:
+        reused: texts that become segments; None is all but the last.
+        begun: beginning of the answer.
+    """
     marked = segments[:-1] if reused is None else reused
     *lines, last = _lines(segments, chat, begun)
     known = (segment in marked for segment in segments)
@@ -71,7 +84,7 @@ def as_parts(
 
 
 def as_text(segments: Sequence[str], chat: Chat | None = None, begun: str = "") -> str:
-    """For a server."""
+    """Return a prompt for a server."""
     return "".join(_lines(segments, chat, begun))
 
 

@@ -1,5 +1,4 @@
-"""The demonstration on a real model: questions about texts that it has read in other prompts,
-answered in words."""
+"""Demonstration on a real model: questions about texts that it has read in other prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,17 +19,18 @@ from kvgraft.segments.prompt import mark, parse_markers, render_chat
 
 INSTRUCTION = "You read texts and answer questions about them briefly."
 POLICIES = ("full", DEFAULT_POLICY)
-REPEATS = 3  # timed runs of each policy, in turn
+# timed runs of each policy, in turn
+REPEATS = 3
 MAX_TOKENS = 40
 
 
 @dataclass(frozen=True)
 class PolicyAnswer:
-    """What one policy made of one question.
+    """Answer of one policy to one question.
 
     Attributes:
         ttft_s: seconds to the first token, median of `REPEATS`.
-        reused, recomputed: tokens grafted, and those of them that were computed again.
+        reused, recomputed: grafted tokens, and those of them that were recomputed.
     """
 
     policy: str
@@ -53,7 +53,7 @@ class AnsweredQuestion:
 
 @dataclass(frozen=True)
 class ReadingReport:
-    """All questions, and one sentence that says what was seen."""
+    """All questions, and a summary in one sentence."""
 
     setup: str
     questions: tuple[AnsweredQuestion, ...]
@@ -63,20 +63,18 @@ class ReadingReport:
 def run_reading_demo(
     engine: Engine, *, policies: Sequence[str] = POLICIES, on_progress: OnProgress | None = None
 ) -> ReadingReport:
-    """Make the model read the texts behind other instructions, then ask each question under every
-    policy.
+    """Prefill the texts behind other instructions, then ask each question under every policy.
 
-    Questions leave nothing behind, so all policies reuse the same pages.
+    Questions store nothing, so all policies reuse the same pages.
 
     Args:
-        engine: on a model with a chat template and some 2,000 positions.
-        policies: names with or without options; the first is `full`, with which the others are
-            compared.
-        on_progress: called after each question with the number of them done, and of all.
+        engine: engine on a model with a chat template and about 2,000 positions.
+        policies: names with or without options; the first is `full`, the reference of the others.
+        on_progress: called after each question with the number of finished and of all questions.
 
     Raises:
         ValueError: `policies` does not begin with `full`, or the engine cannot serve a policy or a
-            prompt (too long for the model, say); the message says why.
+            prompt (for example, too long for the model); the message says why.
     """
     if len(policies) < 2 or policies[0] != "full":
         raise ValueError(
@@ -96,12 +94,12 @@ def run_reading_demo(
 
 
 def _texts(passages: Sequence[Passage]) -> str:
-    """Every passage is marked as a segment."""
+    """Return the passages, each marked as a segment."""
     return "\n\n".join(mark(f"{passage.title}\n\n{passage.text}") for passage in passages)
 
 
 def _prompt(engine: Engine, instruction: str, message: str) -> str:
-    """A conversation, up to where the assistant answers."""
+    """Return a conversation, up to the beginning of the assistant's answer."""
     messages = ({"role": "system", "content": instruction}, {"role": "user", "content": message})
     return render_chat(engine.tokenizer, messages)
 
@@ -157,7 +155,7 @@ def _describe(engine: Engine) -> str:
 
 
 def _summary(answered: Sequence[AnsweredQuestion]) -> str:
-    """One sentence in plain words."""
+    """Return the summary in one sentence."""
     count = len(answered)
     others = zip(*(question.answers[1:] for question in answered), strict=True)
     seen = [_compared(answers, answered) for answers in others]
@@ -169,7 +167,7 @@ def _summary(answered: Sequence[AnsweredQuestion]) -> str:
 
 
 def _compared(answers: Sequence[PolicyAnswer], answered: Sequence[AnsweredQuestion]) -> str:
-    """What one policy did to all questions."""
+    """Return the comparison of one policy with full over all questions."""
     fulls = [question.answers[0] for question in answered]
     same = sum(ours.text == full.text for ours, full in zip(answers, fulls, strict=True))
     speedup = median(full.ttft_s / ours.ttft_s for ours, full in zip(answers, fulls, strict=True))
@@ -194,8 +192,7 @@ def _agreement(same: int, count: int) -> str:
 
 
 def render(report: ReadingReport) -> RenderableType:
-    """Every question with its answers, and the closing sentence, for a rich console of 80
-    columns."""
+    """Return every question with its answers, and the summary, for a rich console of 80 columns."""
     parts: list[RenderableType] = [
         Text(f"{report.setup}; s: seconds to the first token", style="dim")
     ]

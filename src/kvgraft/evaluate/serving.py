@@ -1,5 +1,4 @@
-"""The demonstration over HTTP: `kvgraft serve`, driven by the official OpenAI client, streaming and
-not."""
+"""Demonstration over HTTP: `kvgraft serve` with the official OpenAI client, streaming and not."""
 
 import re
 import time
@@ -21,20 +20,24 @@ from kvgraft.testbed.scenarios import Segments, make_scenarios
 from kvgraft.vllm.server.process import Server, serving
 
 MODEL = "bundled"
-SERVER_FLAGS = ("--dtype", "float32", "--kvgraft-costs", "tokens")  # the same anywhere
+SERVER_FLAGS = (
+    "--dtype",
+    "float32",
+    "--kvgraft-costs",
+    "tokens",
+)  # the same results on any machine
 MAX_TOKENS = 4
 METRICS = ("kvgraft:requests_total", "kvgraft:tokens_total", "kvgraft:misses_total")
 
 
 @dataclass(frozen=True)
 class ServedPrompt:
-    """One request: what was asked, what came back, and what the response says of its tokens.
+    """One request, its answer, and the response's token counts.
 
     Attributes:
-        ttft_ms: time to the first token if it was streamed, else to the whole answer, in
-            milliseconds.
+        ttft_ms: milliseconds to the first token if streamed, else to the whole answer.
         cached_tokens: `usage.prompt_tokens_details.cached_tokens`.
-        reason: why nothing was grafted, or None.
+        reason: reason why nothing was grafted, or None.
     """
 
     request: str
@@ -61,7 +64,7 @@ class ServingReport:
 
 
 def run_serving_demo(*, seed: int = 0, on_progress: OnProgress | None = None) -> ServingReport:
-    """Start a server on the bundled model; it reads documents once, then gets them in other orders.
+    """Start a server on the bundled model. It reads documents once, then gets them in other orders.
 
     Raises:
         RuntimeError: the server did not start; the message holds the end of its log.
@@ -144,7 +147,7 @@ def _metrics(server: Server) -> tuple[str, ...]:
 
 
 def render(report: ServingReport) -> RenderableType:
-    """A table of the requests, 80 columns wide, and the metrics, for a rich console."""
+    """Return a table of the requests, 80 columns wide, and the metrics, for a rich console."""
     table = Table(
         title=f"over HTTP: {report.command}, official OpenAI client",
         caption="ms: to the first token where streamed, else to the end of the answer; tokens of "
@@ -171,7 +174,7 @@ def render(report: ServingReport) -> RenderableType:
 
 
 def _shorten(metrics: Sequence[str]) -> list[str]:
-    """Without the labels that are the same everywhere."""
+    """Return metrics without the labels that are equal in all of them."""
     return [
         re.sub(rf'engine="0",?|,?model_name="{MODEL}"', "", line).replace("{,", "{")
         for line in metrics

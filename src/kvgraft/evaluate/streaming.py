@@ -1,5 +1,6 @@
-"""One streamed completion of an OpenAI-compatible server: its time, its report, what it tells of
-each token."""
+"""One streamed completion of an OpenAI-compatible server: its time, report and
+log-probabilities.
+"""
 
 import json
 import time
@@ -14,13 +15,14 @@ _TOKEN = "token_id:"  # noqa: S105  # vLLM's, before the id of a token
 
 @dataclass
 class Completion:
-    """What came back.
+    """Streamed completion.
 
     Attributes:
+        text: text of the answer.
         first_s: seconds to the first token.
-        report: KVGraft's; empty where there is none.
-        tokens: ids of the answer.
-        places: at each of them, log-probabilities by token id: of that token and of the most likely
+        report: KVGraft's report; empty without one.
+        tokens: token ids of the answer.
+        places: log-probabilities by token id at each place: of its token and of the most likely
             ones.
     """
 
@@ -32,11 +34,11 @@ class Completion:
 
 
 def stream(client: httpx.Client, url: str, body: Mapping[str, Any], most_likely: int) -> Completion:
-    """Ask `/v1/completions` for one answer, with the log-probabilities of so many tokens at each of
-    its places.
+    """Request one answer from `/v1/completions`, with log-probabilities of the `most_likely` tokens
+    at each place.
 
     Raises:
-        ValueError: the server refuses, breaks off, or tells no log-probabilities.
+        ValueError: the server refuses, breaks off, or returns no log-probabilities.
     """
     asked = {
         "stream": True, "stream_options": {"include_usage": True}, "logprobs": most_likely,
