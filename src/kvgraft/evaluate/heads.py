@@ -1,10 +1,10 @@
-"""Which KV heads need a whole context: an offline profile of a model, and the head map that follows
-(RedKnot, 3.2).
+"""Offline profile of a model's KV heads, and the resulting head map (RedKnot, 3.2).
 
 Every sample is one text behind two prefixes of equal length. A head that attends outside sinks and
-window has to keep everything; if what it makes of the text also shifts with the prefix, cached KV
-is not right for it elsewhere. Where heads look is not always what they are needed for, so the
-alternative is to try: what changes if one sees a window only."""
+window must keep all tokens. If its output for the text also shifts with the prefix, its cached KV
+is wrong behind another prefix. Attention does not always show which heads matter. So the
+alternative criterion measures the effect: how the output changes if one head sees only a window.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,18 +27,23 @@ from kvgraft.kernels.layout import in_window
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.segments.prompt import tokenise
 
-SUITES = "ruler,multihop"  # needles and retrieval
-PREFIX = 0.25  # of a sample's tokens
-SHORTEST = 384  # tokens of a generated sample
-ROBUST = 0.25  # shift below which cached KV of a head is right behind any prefix
-ROWS = 256  # queries whose attention weights are held at a time
+# suites with needles and retrieval
+SUITES = "ruler,multihop"
+# length of the prefix as a share of a sample's tokens
+PREFIX = 0.25
+# least number of tokens of a generated sample
+SHORTEST = 384
+# shift below which cached KV of a head is right behind any prefix
+ROBUST = 0.25
+# queries whose attention weights are in memory at a time
+ROWS = 256
 
 Criterion = Literal["effect", "far-mass"]
 
 
 @dataclass(frozen=True)
 class TextSample:
-    """The tokens of a text, and of two prefixes of one length."""
+    """Tokens of a text, and of two prefixes of equal length."""
 
     prefixes: tuple[list[int], list[int]]
     body: list[int]
@@ -46,12 +51,13 @@ class TextSample:
 
 @dataclass(frozen=True)
 class Profile:
-    """What the samples say.
+    """Result of all samples.
 
     Attributes:
-        head_map: from all samples.
-        agreement: share of heads that get the same class from the first and from the second half of
-            the samples.
+        head_map: head map from all samples.
+        samples: number of samples.
+        agreement: share of heads with the same class from the first and the second half of the
+            samples.
         kept_agreement: of the heads that either half keeps, the share that both keep.
     """
 
@@ -62,10 +68,10 @@ class Profile:
 
 
 def generated_samples(engine: Engine, *, seed: int, count: int, length: int) -> list[TextSample]:
-    """Needle and retrieval prompts of the bundled suites, with the question behind them.
+    """Return needle and retrieval prompts of the bundled suites, with their question at the end.
 
     Raises:
-        ValueError: fewer than two samples, or too short ones.
+        ValueError: fewer than two samples, or samples that are too short.
     """
     if count < 2:
         raise ValueError(f"samples must be at least 2, for two halves, got {count}")
@@ -86,10 +92,10 @@ def generated_samples(engine: Engine, *, seed: int, count: int, length: int) -> 
 def text_samples(
     engine: Engine, texts: Sequence[str], *, count: int, length: int
 ) -> list[TextSample]:
-    """Stretches of the user's own texts.
+    """Return samples from the user's own texts.
 
     Raises:
-        ValueError: the texts are too short for that.
+        ValueError: the texts are too short.
     """
     tokens = [token for text in texts for token in _encode(engine, text)]
     size = int(length * (1 - PREFIX))
@@ -119,9 +125,10 @@ def profile(
     """Measure all samples and classify the heads.
 
     Args:
-        share: of the heads, kept whole (rounded, at least one): those with the greatest effect, or
-            with most attention outside sinks and window.
-        threshold: instead, keep the heads with at least this much of it.
+        share: share of the heads to keep (rounded, at least one): those with the greatest effect,
+            or with most attention outside sinks and window.
+        threshold: alternative to `share`: keep the heads with at least this effect or attention.
+        by: criterion, effect or attention.
 
     Raises:
         ValueError: numbers out of range, or a threshold that no head reaches.
@@ -165,9 +172,10 @@ def profile(
 def classify(
     shift: np.ndarray, need: np.ndarray, share: float | None, threshold: float | None
 ) -> tuple[tuple[HeadClass, ...], ...]:
-    """Classes from the shift of every head and what says how much it needs the far text, [L, Hkv]
-    each. Kept heads are `retrieval` if their output hardly shifts with the prefix, else
-    `global`."""
+    """Return the classes of heads from their shift and their need of far text, [L, Hkv] each.
+
+    Kept heads are `retrieval` if their output hardly shifts with the prefix, else `global`.
+    """
     if threshold is not None:
         kept = need >= threshold
     else:
@@ -183,16 +191,18 @@ def classify(
 def _classify_mean(
     measured: np.ndarray, share: float | None, threshold: float | None
 ) -> tuple[tuple[HeadClass, ...], ...]:
-    """By the last thing that was measured: [samples, 2 or 3, L, Hkv]."""
+    """Classify by the mean of the last measurement: [samples, 2 or 3, L, Hkv]."""
     means = measured.mean(0)
     return classify(means[0], means[-1], share, threshold)
 
 
 @torch.inference_mode()
 def measure_effect(decoder: Decoder, sample: TextSample, sinks: int, window: int) -> np.ndarray:
-    """How much the token behind the text depends on each head, float64 [L, Hkv]: the KL divergence,
-    in nats, of its distribution if that head alone sees sinks and window only; mean of both
-    prefixes."""
+    """Return how much the token after the text depends on each head, float64 [L, Hkv].
+
+    It is the KL divergence, in nats, of its distribution if only that head is limited to sinks and
+    window; mean of both prefixes.
+    """
     config = decoder.config
     total = np.zeros((config.num_layers, config.num_kv_heads))
     for prefix in sample.prefixes:
@@ -220,8 +230,9 @@ class _Layers:
         self.visible = in_window(here, here[:, None], sinks, window)
 
     def run(self, index: int, hidden: Tensor, windowed: int | None = None) -> Tensor:
-        """States [n, D] that enter a layer -> those that leave it; of one KV head, maybe, through a
-        window."""
+        """Return the states [n, D] after a layer from those before it. With `windowed`, this KV
+        head sees only sinks and window.
+        """
         query, keys, values = self.decoder.project(index, hidden, self.cos, self.sin)
         scale = self.decoder.config.attention_scale
         attended = causal_attention(query, keys, values, scale)
@@ -239,11 +250,12 @@ class _Layers:
 
 @torch.inference_mode()
 def measure(decoder: Decoder, sample: TextSample, sinks: int, window: int) -> np.ndarray:
-    """Shift and far mass of one sample, float64 [2, L, Hkv].
+    """Return shift and far mass of one sample, float64 [2, L, Hkv].
 
     The shift is |a - b| / sqrt(|a| |b|) of the attention outputs a and b of the text behind either
-    prefix; the far mass is the mean attention of the text's tokens outside sinks and window. Of the
-    query heads of a KV head, the greatest."""
+    prefix. The far mass is the mean attention of the text's tokens outside sinks and window. Both
+    are the maximum over the query heads of a KV head.
+    """
     runs = [
         _attend(decoder, [*prefix, *sample.body], len(prefix), sinks, window)
         for prefix in sample.prefixes
@@ -259,8 +271,9 @@ def measure(decoder: Decoder, sample: TextSample, sinks: int, window: int) -> np
 def _attend(
     decoder: Decoder, tokens: list[int], first: int, sinks: int, window: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Layer by layer, of the tokens from `first` on: attention outputs [n, Hkv, G, d] and far mass
-    [n, Hkv, G]."""
+    """Yield for each layer the attention outputs [n, Hkv, G, d] and the far mass [n, Hkv, G] of the
+    tokens from `first` on.
+    """
     config, device = decoder.config, decoder.device
     here = torch.arange(len(tokens), device=device)
     cos, sin = config.rope.fresh_table(here)
@@ -284,7 +297,7 @@ def _attend(
 
 
 def render(found: Profile) -> RenderableType:
-    """A line for each layer, for a rich console."""
+    """Return a line for each layer, for a rich console."""
     head_map = found.head_map
     heads = len(head_map.classes[0])
     title, need = (
@@ -316,7 +329,7 @@ def _encode(engine: Engine, text: str) -> list[int]:
 
 
 def _pair(texts: list[list[int]], prefix: int) -> list[TextSample]:
-    """Each text behind the beginnings of the two that follow it."""
+    """Return each text behind the beginnings of the two texts after it."""
     around = [*texts, *texts[:2]]
     samples = []
     for number, body in enumerate(texts[:-2]):

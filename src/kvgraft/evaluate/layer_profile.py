@@ -1,10 +1,11 @@
-"""Which layers agree on what is important in a text: an offline profile of a model (SamKV, Appendix
-A.2, Figure 8).
+"""Offline profile of a model's layers that agree on the most important block (SamKV, Appendix A.2,
+Figure 8).
 
-The most important block of a text is the one whose attention, which its representative token
-receives, ranks best in the mean over all layers. A layer in which it stands out from all others
-(three standard deviations) agrees. Those that agree most often, of the upper half of the layers,
-are N*: from them SamKV learns how much of a document to keep."""
+The most important block of a text is the one whose representative token receives most attention, by
+mean rank over all layers. A layer agrees if this block stands out from all others in it (three
+standard deviations). N* are the layers in the upper half that agree most often. SamKV uses them to
+decide how much of a document to keep.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -26,16 +27,17 @@ from kvgraft.methods import require_at_least
 from kvgraft.prefill.documents.reading import read_document
 
 SUITES = "ruler,multihop,multidoc,chat"
-FEWEST_BLOCKS = 11  # of the middle of a text, for one to stand out
+# least number of middle blocks for one to stand out
+FEWEST_BLOCKS = 11
 
 
 def generated_texts(
     engine: Engine, *, seed: int, count: int, length: int, block: int
 ) -> dict[str, list[list[int]]]:
-    """Of each suite `count` texts, without questions.
+    """Return `count` texts of each suite, without questions.
 
     Raises:
-        ValueError: fewer than one text, or too short ones for blocks of so many tokens.
+        ValueError: fewer than one text, or texts that are too short for blocks of this size.
     """
     if count < 1:
         raise ValueError(f"texts must be at least 1, got {count}")
@@ -50,10 +52,10 @@ def generated_texts(
 def user_texts(
     engine: Engine, texts: Mapping[str, str], *, count: int, length: int, block: int
 ) -> dict[str, list[list[int]]]:
-    """Of each of the user's texts the first `count` stretches of `length` tokens.
+    """Return the first `count` stretches of `length` tokens of each of the user's texts.
 
     Raises:
-        ValueError: a text is too short, or a stretch for blocks of so many tokens.
+        ValueError: a text is too short, or a stretch is too short for blocks of this size.
     """
     found = {}
     for name, text in texts.items():
@@ -74,8 +76,9 @@ def survey(
     block: int,
     on_progress: OnProgress | None = None,
 ) -> dict[str, np.ndarray]:
-    """Of each data set the share of texts whose most important block stands out in each layer:
-    float64 [L]."""
+    """Return for each data set the share of texts whose most important block stands out in each
+    layer, float64 [L].
+    """
     layers, blocks = NativeLayers(engine.decoder, engine.memory.cache), BlockCut(block)
     found, total, done = {}, sum(map(len, texts.values())), 0
     for name, stretches in texts.items():
@@ -92,18 +95,21 @@ def survey(
 
 
 def agreement(attention: torch.Tensor) -> torch.Tensor:
-    """bool [L]: whether the block that is most important over all layers stands out in each:
-    attention [L, B]."""
+    """Return whether the most important block over all layers stands out in each layer: bool [L]
+    from attention [L, B].
+    """
     best = int(ranks(-attention).float().mean(0).argmin())
     return torch.stack([exceptionally_small(-layer)[best] for layer in attention])
 
 
 def profile(model: str, found: Mapping[str, np.ndarray], threshold: float) -> LayerProfile:
-    """N*: the layers of the upper half that reach this share of the best one's score; if none has
-    any, the last eighth.
+    """Return the profile with N*, the layers of the upper half that reach this share of the best
+    one's score.
+
+    If no layer has a score above 0, N* is the last eighth.
 
     Raises:
-        ValueError: a threshold that is no share.
+        ValueError: the threshold is not a share.
     """
     if not 0 < threshold <= 1:
         raise ValueError(f"threshold must be in (0, 1], got {threshold}")
@@ -115,7 +121,7 @@ def profile(model: str, found: Mapping[str, np.ndarray], threshold: float) -> La
 
 
 def render(found: Mapping[str, np.ndarray], profiled: LayerProfile) -> RenderableType:
-    """A line for each layer, for a rich console."""
+    """Return a line for each layer, for a rich console."""
     table = Table(
         title="texts whose most important block stands out in a layer", title_justify="left"
     )

@@ -1,8 +1,9 @@
-"""Which layer finds the needle: by KV deviation, and by the attention of the last query (SparseX,
-Figures 5 and 6).
+"""Search for the layer that finds a needle, by KV deviation and by the attention of the last query
+(SparseX, Figures 5 and 6).
 
 The first layer whose attention finds it is the `probe` of the policy `transitive`: keys can be
-scored from there on."""
+scored from that layer on.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,15 +26,23 @@ from kvgraft.prefill.context import Policy
 from kvgraft.prefill.policies import Full, Naive
 from kvgraft.segments.prompt import Part, Segment
 
-TOP_SHARE = 0.03  # of the tokens, that a layer holds for the most important
-ENOUGH = 0.75  # of the needles that the best layer finds
+# share of the tokens that count as a layer's most important
+TOP_SHARE = 0.03
+# share of the best layer's needles that a layer must find
+ENOUGH = 0.75
 ATTENTION, DEVIATION = "last-query attention", "KV deviation"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One layout. `chosen` bool [L, T]: the top tokens of each layer; `found` [L]: whether the
-    needle is among them."""
+    """Result of one layout of a text.
+
+    Attributes:
+        signal: deviation or attention.
+        layout: place of the cue.
+        chosen: bool [L, T], the top tokens of each layer.
+        needle: tokens of the needle.
+    """
 
     signal: str
     layout: str
@@ -42,22 +51,28 @@ class Finding:
 
     @property
     def found(self) -> np.ndarray:
-        """bool [L]."""
+        """True for layers with a needle token among their top tokens, bool [L]."""
         return np.asarray(self.chosen[:, self.needle.start : self.needle.stop].any(1))
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Many texts. `found[signal, layout]` [L]: share of the texts whose needle is among the layer's
-    top tokens."""
+    """Results of many texts.
+
+    Attributes:
+        found: share of the texts whose needle is among the layer's top tokens, [L] by signal and
+            layout.
+        texts: number of texts.
+    """
 
     found: dict[tuple[str, str], np.ndarray]
     texts: int
 
     @property
     def probe(self) -> int:
-        """The first layer whose attention finds, in both layouts, three quarters of what any
-        layer's does."""
+        """First layer whose attention finds, in both layouts, three quarters of the best layer's
+        needles.
+        """
         worst = np.min(
             [shares for (signal, _), shares in self.found.items() if signal == ATTENTION], axis=0
         )
@@ -67,7 +82,7 @@ class Survey:
 def survey(
     engine: Engine, make: NeedleMaker, seeds: range, on_progress: OnProgress | None = None
 ) -> Survey:
-    """One text for each seed."""
+    """Survey one text for each seed."""
     hits: dict[tuple[str, str], list[np.ndarray]] = {}
     for done, seed in enumerate(seeds, 1):
         for finding in find_needle(engine, make(seed)):
@@ -78,7 +93,7 @@ def survey(
 
 
 def draw(engine: Engine, made: NeedleText, directory: Path) -> None:
-    """Figures 5 and 6 of one text."""
+    """Draw Figures 5 and 6 of one text."""
     from kvgraft.evaluate.plots import write_layers  # matplotlib takes a second to load
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -91,7 +106,7 @@ def draw(engine: Engine, made: NeedleText, directory: Path) -> None:
 
 
 def render(found: Survey) -> RenderableType:
-    """A line for each layer, for a rich console."""
+    """Return a line for each layer, for a rich console."""
     table = Table(
         title=f"texts (of {found.texts}) whose needle is among the layer's top {TOP_SHARE:.0%}",
         title_justify="left",
@@ -110,8 +125,9 @@ def render(found: Survey) -> RenderableType:
 
 
 def find_needle(engine: Engine, made: NeedleText) -> list[Finding]:
-    """Where layers look for a needle in a text that was read without the cue; the cue stands before
-    the text, or behind it."""
+    """Return each layer's top tokens in a text that was read without the cue. The cue stands before
+    the text, or after it.
+    """
 
     def count(piece: str) -> int:
         return len(engine.tokenizer.encode(piece, add_special_tokens=False))
@@ -157,13 +173,13 @@ def _records(
 
 
 class _Dense(Full):
-    """Everything anew, though the plan knows what could be grafted."""
+    """Full recomputation with a plan that knows what could be grafted."""
 
     uses_grafts = True
 
 
 def _deviation(naive: PrefillRecord, full: PrefillRecord) -> Tensor:
-    """float32 [L, T]: keys and values together."""
+    """Return the deviation of keys plus that of values, float32 [L, T]."""
     if naive.keys is None or naive.values is None or full.keys is None or full.values is None:
         raise ValueError("both records need their cache")
     pairs = ((naive.keys, full.keys), (naive.values, full.values))
@@ -177,7 +193,7 @@ def _deviation(naive: PrefillRecord, full: PrefillRecord) -> Tensor:
 
 
 def _top(scores: Tensor, record: PrefillRecord) -> np.ndarray:
-    """bool [L, T]: the best share of the grafted tokens in each layer."""
+    """Return the best share of the grafted tokens in each layer, bool [L, T]."""
     if record.plan is None:
         raise ValueError("nothing was recorded")
     return torch.stack(

@@ -13,7 +13,7 @@ DOCS, ALIKE = "docs", "alike"
 
 
 class TaskSuite(Protocol):
-    """Whatever can give two-phase items."""
+    """Suite of two-phase items."""
 
     @property
     def name(self) -> str: ...
@@ -31,10 +31,10 @@ class TaskSuite(Protocol):
 
 
 def find_suites(names: str, split: str = "all") -> tuple[TaskSuite, ...]:
-    """Suites from their names or files, separated by commas; `all` is every generated one.
+    """Return suites by names or files, separated by commas; `all` is every generated one.
 
     Args:
-        split: of suites of real text, see `texts.in_split`.
+        split: split of suites of real text, see `texts.in_split`.
 
     Raises:
         ValueError, FileNotFoundError: an unknown name, a file that cannot be read, or a split of a

@@ -1,12 +1,14 @@
-"""Questions about documents that look alike: notes, FAQ entries, table rows, tickets and functions,
-each about another entity in the same words with other values, and profiles, which use other words.
+"""Questions about similar documents.
+
+They are notes, FAQ entries, table rows, tickets and functions, each about another entity in the
+same words with other values; and profiles, which use other words.
 
 one        a value of one document
-compare    which of two documents has the greater number
-count      how many documents have a value
+compare    the document with the greater number, of two
+count      the number of documents with a value
 
-A model answers these only if it knows which value belongs to which document. KV of documents that
-were read alone is wrong in just that (`prefill.contrast`).
+A model can answer only if it knows which value belongs to which document. KV of documents that were
+computed alone is often wrong about this (`prefill.contrast`).
 """
 
 from collections.abc import Sequence
@@ -25,12 +27,13 @@ from kvgraft.evaluate.tasks.texts import (
     write_item,
 )
 
-SHARED = 3  # values of the fact that is counted, in one prompt
+# values of the counted fact in one prompt
+SHARED = 3
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
 def make_alike(split: str = "all") -> Suite:
-    """The suite; entities of the splits `dev` and `test` have different names.
+    """Return the suite. Entities of the splits `dev` and `test` have different names.
 
     Raises:
         ValueError: an unknown split.
@@ -40,7 +43,7 @@ def make_alike(split: str = "all") -> Suite:
 
 
 def _write(split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
-    """Four questions about documents of one form."""
+    """Write four questions about documents of one form."""
     form, count = FORMS[task], shape.num_segments
     names = NAMES if split == "all" else NAMES[SPLITS.index(split) - 1 :: 2]
     if count > len(names):
@@ -72,7 +75,9 @@ def _write(split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -
 
 
 def _document(rng: Random, form: Form, entity: str, values: Sequence[str], size: int) -> str:
-    """About `size` characters: all facts, the first one first, among sentences that say nothing."""
+    """Write about `size` characters: all facts, the first one first, among sentences without
+    information.
+    """
     facts = [
         rng.choice(wordings).format(e=entity, v=value)
         for wordings, value in zip(form.facts, values, strict=True)

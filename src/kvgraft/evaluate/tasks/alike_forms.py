@@ -1,4 +1,4 @@
-"""Wordings of documents that look alike, and what they are about."""
+"""Wordings and subjects of similar documents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,20 +33,20 @@ PEOPLE = (
 
 @dataclass(frozen=True)
 class Form:
-    """How the documents of one kind are written. In all texts `{e}` is the entity and `{v}` a
-    value.
+    """Wording of documents of one kind. In all texts `{e}` is the entity and `{v}` a value.
 
     Attributes:
-        entity: what one is called, from a name `{n}`, or `{lower}` in lower case.
-        facts: wordings of four facts, of which a document draws one each: a value of its own, a
-            value that others share (a place), a number, and another value of its own.
-        values: that the first and the last fact choose from.
-        questions: for the values of its own, and how the answers begin.
-        compare: asks which of `{a}` and `{b}` has the greater number, and how the answer begins.
-        count: asks how many have the shared value.
-        rest: sentences that say nothing of the entity, for longer documents.
-        in_order: whether these keep their order.
-        separator: between sentences.
+        entity: name of an entity from a name `{n}`, or `{lower}` in lower case.
+        facts: wordings of four facts, from which a document draws one each: an own value, a value
+            that others share (a place), a number, and another own value.
+        values: values of the first and of the last fact.
+        questions: questions for the own values, and the beginnings of the answers.
+        compare: question which of `{a}` and `{b}` has the greater number, and the beginning of the
+            answer.
+        count: question how many have the shared value.
+        rest: sentences without information about the entity, for longer documents.
+        in_order: True if these keep their order.
+        separator: text between sentences.
     """
 
     entity: str

@@ -1,12 +1,13 @@
 """Questions about the documentation of installed packages: real text for real language models,
 without a download.
 
-cloze  a sentence up to a name, a number or an identifier that stands in one passage only; that is
-       expected
-continuation    the first words of a sentence; its next words are expected
+cloze         a sentence up to a name, a number or an identifier that is in one passage only, the
+expected answer
+continuation  the first words of a sentence; the next words are expected
 
-The question names what the sentence describes, and the answer begins with the sentence: so small
-models know what is meant."""
+The question names the subject of the sentence, and the answer begins with the sentence. So even
+small models know what to answer.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,24 +29,27 @@ from kvgraft.evaluate.tasks.texts import (
     write_item,
 )
 
-LEAST = 250  # characters of a passage
-DRAWS = 8  # of passages, until there are as many questions as are wanted
-BEFORE = 4  # words before a blank, at least
-GIVEN, EXPECTED = 8, 4  # words of a sentence that is to be continued
+# least number of characters of a passage
+LEAST = 250
+# draws of passages until there are enough questions
+DRAWS = 8
+# least number of words before a blank
+BEFORE = 4
+# given and expected words of a sentence to be continued
+GIVEN, EXPECTED = 8, 4
 _TERM = re.compile(r"(?<![\w.])(?:[A-Za-z_]\w*(?:\.\w+)*|\d+(?:\.\d+)*)(?!\w)")
 
 
 @dataclass(frozen=True)
 class DocumentedPassage:
-    """(What is described, a sentence about it) of one documentation, in order, and the text of
-    these."""
+    """Text of one documentation, and its sentences in order, each with its subject."""
 
     text: str
     sentences: tuple[tuple[str, str], ...]
 
 
 def make_docs(split: str = "all") -> Suite:
-    """The suite, from what is installed.
+    """Return the suite, from installed packages.
 
     Raises:
         ValueError: an unknown split.
@@ -55,7 +59,7 @@ def make_docs(split: str = "all") -> Suite:
 
 
 def _write(split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
-    """Questions of one task about passages drawn from all documentation."""
+    """Write questions of one task about passages drawn from all documentation."""
     count = shape.num_segments
     size = (shape.length - ROOM) * CHARACTERS // count
     if size < LEAST:
@@ -88,14 +92,16 @@ def _write(split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -
 
 @lru_cache(maxsize=8)
 def _passages(split: str, size: int) -> tuple[DocumentedPassage, ...]:
-    """Passages of about `size` characters, no sentence in two of them. All of one file are of one
-    split, so that they are for every size."""
+    """Return passages of about `size` characters, with each sentence in one passage only.
+
+    All passages of a file are in one split, for every size.
+    """
     of_this = (pages for pages in read_documentation() if in_split(pages.name, split))
     return tuple(passage for pages in of_this for passage in _cut(pages, size))
 
 
 def _cut(pages: Documentation, size: int) -> Iterator[DocumentedPassage]:
-    """Whole sentences, in order; a rest that is too short is left out."""
+    """Yield passages of whole sentences, in order. A remainder that is too short is left out."""
     taken: list[tuple[str, str]] = []
     for title, sentence in (*pages.sentences, ("", "")):
         length = sum(len(known) for _, known in taken)
@@ -114,8 +120,9 @@ def _join(taken: Sequence[tuple[str, str]]) -> DocumentedPassage:
 
 
 def _cloze(rng: Random, passages: Sequence[DocumentedPassage]) -> list[Ask]:
-    """A term of each passage that has one which stands nowhere else, behind words that tell its
-    place."""
+    """Return a question for a unique term of each passage that has one. The words before the term
+    are unique too.
+    """
     whole = _words(passage.text for passage in passages)
     found = []
     for passage in rng.sample(passages, len(passages)):
@@ -136,7 +143,9 @@ def _cloze(rng: Random, passages: Sequence[DocumentedPassage]) -> list[Ask]:
 
 
 def _continuation(rng: Random, passages: Sequence[DocumentedPassage]) -> list[Ask]:
-    """The end of a sentence of each passage that has one whose beginning stands nowhere else."""
+    """Return a question for the end of a sentence of each passage, if it has one with a unique
+    beginning.
+    """
     whole = _words(passage.text for passage in passages)
     found = []
     for passage in rng.sample(passages, len(passages)):
@@ -163,7 +172,7 @@ _ASKING: Mapping[str, Callable[[Random, Sequence[DocumentedPassage]], list[Ask]]
 
 
 def _is_distinctive(term: str) -> bool:
-    """A number, an identifier, or a name."""
+    """Return whether a term is a number, an identifier, or a name."""
     if term[0].isdigit():
         return len(term) > 1
     marked = (
@@ -173,7 +182,7 @@ def _is_distinctive(term: str) -> bool:
 
 
 def _words(texts: Iterable[str]) -> str:
-    """All words, as scores compare them, with a space around each."""
+    """Return all words in the form that scores compare, with a space around each."""
     return f" {normalise(' '.join(texts))} "
 
 

@@ -1,18 +1,17 @@
-"""Suites in the language of the testbed model, shaped like those of the papers.
+"""Suites in the language of the testbed model, with the form of the papers' tasks.
 
 ruler         MQ-NIAH, variable tracking, common words, frequent words (RULER; SparseX Table 2)
-multihop      two facts in different documents, either of them first (HotpotQA, 2WikiMQA, MuSiQue)
-instruction   what the documents mean is said by an instruction before them
+multihop      two facts in different documents, in either order (HotpotQA, 2WikiMQA, MuSiQue)
+instruction   an instruction before the documents gives their meaning
 chat          facts from many turns of a long conversation (LoCoMo; SparseX Table 1)
-agents  a judge of n agents, a moderator of a debate, a ReAct loop with a tool (AutoGen, MAD;
-        SparseX Table 3)
-multidoc  questions over many documents of which few matter: one fact among alike ones, two hops,
-          chains
-              (HotpotQA, 2WikiMQA, MuSiQue; SamKV Table 3); its segments are 2 to 10 documents
-stress  made against methods that choose few tokens: majorities of resolved values, the longest
-        chains
-sheets  documents of the same sentences with other things and codes (in English for any model:
-        `alike`)
+agents        a judge of n agents, a moderator of a debate, a ReAct loop with a tool (AutoGen, MAD;
+SparseX Table 3)
+multidoc      questions over 2 to 10 documents, few of them relevant: one fact among similar ones,
+two hops, chains (HotpotQA, 2WikiMQA, MuSiQue; SamKV Table 3)
+stress        hard for methods that choose few tokens: majorities of resolved values, the longest
+chains
+sheets        documents of the same sentences with other things and codes (in English, for any
+model: `alike`)
 """
 
 from collections.abc import Sequence
@@ -33,19 +32,22 @@ from kvgraft.testbed.documents import Facts, make_documents, make_glossary
 from kvgraft.testbed.tasks import Question
 from kvgraft.testbed.wording import Frame
 
-_FACTS = {  # kind of question -> words that one of its facts takes, and the most that there may be
+# kind of question -> words that one of its facts takes, and their maximum number
+_FACTS = {
     "needle": (7, 24), "variable": (4, 40), "hop": (14, 16), "glossary": (7, 16), "coreference": (6,
     18),
     "frequent": (84, 1), "common": (64, 1), "vote": (24, 10), "poll": (40, 4),
 }  # fmt: skip
-LISTS = ("common", "frequent")  # one list a text, as in RULER
+# each text has one list, as in RULER
+LISTS = ("common", "frequent")
 _MULTIDOC = {
     "distractors": "needle",
     "two_hop": "hop",
     "two_hop_reversed": "hop_reversed",
     "chain": "variable",
 }
-_KINDS = {"needles": "needle", "hop_reversed": "hop"}  # questions about facts of another name
+# questions -> name of the facts that they use
+_KINDS = {"needles": "needle", "hop_reversed": "hop"}
 
 
 def _ruler(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
@@ -69,8 +71,9 @@ def _chat(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
 
 
 def _agents(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
-    """A judge counts what agents say; a moderator reads two long sides; a ReAct loop reads tools'
-    observations."""
+    """Write an item of agents: a judge counts answers, a moderator reads two long sides, or a ReAct
+    loop reads observations.
+    """
     if task == "judge":
         return _write(rng, shape, pattern, task, ("vote",), "agents")
     if task == "debate":
@@ -86,7 +89,7 @@ def _stress(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
 
 
 def _sheets(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
-    """Documents that share their filler: sentence by sentence another code stands between."""
+    """Write documents that share their filler. In each, other codes stand between the sentences."""
     count, colours = shape.num_segments, rng.sample(vocabulary.COLOURS, 8)
     words = (shape.length - 60) // count
     codes = max(1, min(len(vocabulary.THINGS) // count, int(0.4 * words / _FACTS["needle"][0])))
@@ -142,10 +145,13 @@ def _write(
     frame: Frame,
     share: float = 0.45,
 ) -> Item:
-    """Documents with facts for questions of the `wanted` kinds, read in one context and asked about
-    in another; the facts are at most a `share` of the text."""
+    """Write documents with facts for questions of the `wanted` kinds. They are read in one context
+    and asked about in another.
+
+    Facts are at most a `share` of the text.
+    """
     colours = rng.sample(vocabulary.COLOURS, 8)
-    words = shape.length - 60  # for the instruction, the question and what frames add
+    words = shape.length - 60  # room for the instruction, the question and the frame
     orders = [tuple(range(shape.num_segments))]
     facts = _facts(rng, wanted, words, share)
     documents = make_documents(rng, facts, orders=orders, num_tokens=words, colours=colours)
@@ -161,7 +167,7 @@ def _ask(
     frame: Frame,
     colours: list[str],
 ) -> Item:
-    """The documents, dressed, with questions of the `wanted` kinds."""
+    """Return an item of the framed documents, with questions of the `wanted` kinds."""
     segments = tuple(wording.frame(rng, documents, frame))
     instructions = [_instruct(rng, colours, frame) for _ in range(len(segments) + 1)]
     notes = [f"then doc {rng.choice(vocabulary.NUMBERS)} :" for _ in segments]
@@ -196,7 +202,7 @@ def _facts(rng: Random, wanted: tuple[str, ...], words: int, share: float) -> Fa
 
 
 def _instruct(rng: Random, colours: list[str], frame: Frame) -> str:
-    """Notes of different lengths, so that what follows stands at another position."""
+    """Return notes of random length, so that later text gets another position."""
     glossary = make_glossary(rng, rng.sample(colours, len(colours)), rng.randint(6, 8))
     return f"<system> : {glossary}" if frame == "chat" else glossary
 
@@ -204,8 +210,11 @@ def _instruct(rng: Random, colours: list[str], frame: Frame) -> str:
 def _choose(
     rng: Random, prompt: tuple[str, ...], wanted: tuple[str, ...], *, longest: bool
 ) -> list[Question]:
-    """Questions of the wanted kinds, evenly, those whose facts lie in several segments first, or in
-    the most."""
+    """Return questions of the wanted kinds, in equal numbers.
+
+    Questions with facts in several segments come first, or with `longest` those with facts in most
+    segments.
+    """
     found = list(tasks.read(prompt))
     rng.shuffle(found)
     if wanted == ("needles",):
@@ -215,7 +224,7 @@ def _choose(
             :QUESTIONS
         ]
     fitting = [question for question in found if question.task in wanted]
-    # else random
+    # the order is random otherwise
     fitting.sort(key=lambda question: -len(question.segments) if longest else not question.crosses)
     chosen = []
     for number in range(QUESTIONS):

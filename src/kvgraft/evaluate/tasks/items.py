@@ -1,8 +1,9 @@
-"""What a task suite is made of: two-phase items, as in the evaluations of SparseX and its peers.
+"""Two-phase items of task suites, as in the evaluations of SparseX and related work.
 
-Phase 1: the model reads prompts, which makes their KV known. Phase 2: prompts hold the same
-segments in another context, and are answered under each policy. The answers follow from the prompt
-of phase 2 alone."""
+Phase 1: the model reads prompts, so that their KV is known. Phase 2: prompts hold the same segments
+in another context, and are answered under each policy. The answers follow from the prompt of phase
+2 alone.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,21 +13,26 @@ from typing import Literal, get_args
 
 Metric = Literal["contains_all", "contains_any", "f1", "calls"]
 Pattern = Literal["alone", "reordered", "instruction", "interleaved", "between", "tail"]
-PATTERNS: tuple[Pattern, ...] = get_args(Pattern)  # docs/evaluation.md says what each has read
-QUESTIONS = 4  # asked about one text
+PATTERNS: tuple[Pattern, ...] = get_args(
+    Pattern
+)  # docs/evaluation.md says what each pattern reads first
+# questions about one text
+QUESTIONS = 4
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One prompt of phase 2 and what its answer must hold.
+    """One prompt of phase 2, and the expected answer.
 
     Attributes:
-        task: what kind of question it is.
+        task: kind of the question.
         segments: texts of the prompt in order; the last one is the question.
-        answers: all of them must be in the answer (`contains_all`), or one (`contains_any`, `f1`);
-            for `calls`, see `calls.match_calls`.
-        crosses: whether the facts it takes lie in more than one segment.
-        begun: how the answer begins, written already; the model goes on from there.
+        answers: expected texts. All of them must be in the answer (`contains_all`), or one
+            (`contains_any`, `f1`); for `calls`, see `calls.match_calls`.
+        max_tokens: length of the answer.
+        metric: score of the answer.
+        crosses: True if the needed facts are in more than one segment.
+        begun: beginning of the answer, part of the prompt; the model continues it.
     """
 
     task: str
@@ -40,10 +46,13 @@ class Ask:
 
 @dataclass(frozen=True)
 class Item:
-    """Prompts that are read first, each a tuple of segments, and those that are then asked.
+    """Prompts that are read first, each a tuple of segments, and prompts that are then asked.
 
     Attributes:
-        chat: all of them are written in the chat template of the model.
+        pattern: pattern of reuse.
+        phase_1: prompts to read.
+        phase_2: prompts to answer.
+        chat: write all prompts in the model's chat template.
     """
 
     pattern: str
@@ -54,13 +63,13 @@ class Item:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the user chooses of generated items.
+    """User's settings of generated items.
 
     Attributes:
-        length: tokens of a prompt of phase 2, about.
+        length: approximate tokens of a prompt of phase 2.
         num_segments: reused segments in it.
-        patterns: how phase 2 reuses what phase 1 read; items take turns, those of the next task
-            where the last one's ended.
+        patterns: patterns by which phase 2 reuses the prompts of phase 1. Items take turns; those
+            of the next task continue the turns.
 
     Raises:
         ValueError: a number out of range or an unknown pattern.
@@ -87,10 +96,13 @@ class Suite:
     """Tasks of one kind.
 
     Attributes:
+        name: name of the suite.
+        description: short description.
+        tasks: names of the tasks.
         make: `make(rng, shape, task, pattern)` writes one item for one of the tasks.
-        single: tasks whose texts have but one question; there are `QUESTIONS` times as many of
-            them.
-        real_text: not in the language of the testbed model: for any model, in its chat template.
+        single: tasks whose texts have only one question; there are `QUESTIONS` times as many texts
+            of these.
+        real_text: True for texts in a natural language, for any model, in its chat template.
     """
 
     name: str
@@ -101,7 +113,7 @@ class Suite:
     real_text: bool = False
 
     def items(self, seed: int, count: int, shape: Shape) -> tuple[Item, ...]:
-        """`count` texts of each task (see `single`); equal arguments give equal items.
+        """Return `count` texts of each task (see `single`). Equal arguments give equal items.
 
         Raises:
             ValueError: `count` is below 1.
@@ -122,7 +134,9 @@ class Suite:
 def arrange(
     instruction: str, segments: Sequence[str], pattern: str, notes: Sequence[str]
 ) -> tuple[str, ...]:
-    """The prompt of phase 2 without its question; `notes` are new texts, one for each segment."""
+    """Return the prompt of phase 2 without its question; `notes` are new texts, one for each
+    segment.
+    """
     if pattern == "between":
         return (instruction, *(text for pair in zip(notes, segments, strict=True) for text in pair))
     return (instruction, *segments)
@@ -135,8 +149,9 @@ def read_before(
     pattern: str,
     questions: Sequence[str],
 ) -> tuple[tuple[str, ...], ...]:
-    """The prompts of phase 1, behind other instructions than that of phase 2: one for each segment
-    is enough."""
+    """Return the prompts of phase 1. `instructions` differ from that of phase 2; one per segment is
+    enough.
+    """
     other = instructions[0]
     match pattern:
         case "alone":

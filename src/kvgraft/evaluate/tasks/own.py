@@ -1,11 +1,12 @@
-"""Prompts over the user's own texts, whatever they are: prose, code, records, the messages of
-recorded requests.
+"""Prompts over the user's own texts of any kind: prose, code, records, messages of recorded
+requests.
 
-continuation    a few words of one of the texts, which the answer goes on with
-beginning       what the text is about that begins with a few words
+continuation    a few words of one of the texts, which the answer continues
+beginning       the subject of the text that begins with a few words
 
-Nobody knows the right answers (the next words are what is expected): these are for measures along
-full's own."""
+The right answers are unknown (the next words are expected). So these prompts are for measures along
+full's own answer.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,17 +25,20 @@ from kvgraft.evaluate.tasks.texts import (
     write_item,
 )
 
-LEAST = 0.6  # of the size of a passage, that a shorter one at the end of a text has at least
-GIVEN = 8  # words by which a question tells what it means
-ANSWER = 32  # tokens
+# least length of the last passage of a text, as a share of a passage's size
+LEAST = 0.6
+# words in a question that identify the text
+GIVEN = 8
+# length of an answer in tokens
+ANSWER = 32
 _SPACE = re.compile(r"\s+")
 
 
 def make_own(texts: Mapping[str, str], split: str = "all") -> Suite:
-    """The suite of some texts by name; equal texts count once.
+    """Return the suite of texts by name. Equal texts count once.
 
     Raises:
-        ValueError: there are none, or an unknown split.
+        ValueError: there is no text, or an unknown split.
     """
     if not any(map(str.strip, texts.values())):
         raise ValueError("texts must hold some text")
@@ -59,7 +63,7 @@ def _write(
     task: str,
     pattern: Pattern,
 ) -> Item:
-    """One question about passages drawn from all texts."""
+    """Write one question about passages drawn from all texts."""
     size = (shape.length - ROOM) * CHARACTERS // shape.num_segments
     passages = passages_of(size)
     if len(passages) < shape.num_segments:
@@ -87,7 +91,9 @@ def _write(
 
 
 def _cut(texts: Iterable[str], size: int) -> Iterator[str]:
-    """Passages of `size` characters, cut at white space; a rest that is too short is left out."""
+    """Yield passages of `size` characters, cut at white space. A remainder that is too short is
+    left out.
+    """
     for text in texts:
         rest = text.strip()
         while len(rest) >= LEAST * size:

@@ -1,8 +1,8 @@
-"""Documentation as it is installed with Python and with packages that KVGraft needs: docstrings and
+"""Documentation installed with Python and with packages that KVGraft needs: docstrings and
 descriptions.
 
-Files are parsed, never imported or run. Only prose is kept: no code, no lists, no tables, no
-headings."""
+Files are parsed, never imported or run. Only prose is kept: no code, lists, tables or headings.
+"""
 
 import ast
 import platform
@@ -23,7 +23,7 @@ optparse os pathlib pprint random sched selectors shlex shutil smtplib statistic
 subprocess tarfile tempfile textwrap threading timeit traceback turtle unittest/case
 urllib/request uuid weakref zipfile
 """
-# by distribution: files, from where its packages lie; its description, too
+# by distribution: files, relative to its packages; the description is read too
 SOURCES: Mapping[str, tuple[str, ...]] = {
     PYTHON: tuple(f"{module}.py" for module in _MODULES.split()),
     "numpy": (
@@ -48,8 +48,10 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
     "typer": (), "transformers": (), "tokenizers": (), "msgspec": (), "safetensors": (),
     "rapidfuzz": (),
 }  # fmt: skip
-SHORTEST, LONGEST = 25, 300  # characters of a sentence
-_MARKUP = tuple(  # what stands around words, and what stays of it
+# least and greatest number of characters of a sentence
+SHORTEST, LONGEST = 25, 300
+# markup around words, and the part of it that is kept
+_MARKUP = tuple(
     (re.compile(pattern), kept)
     for pattern, kept in (
         (r"!\[[^\]]*\]\([^)]*\)", ""),
@@ -68,11 +70,11 @@ _SENTENCE_END = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<!etc\.)(?<=[.!?])\s+(?=[A-
 
 @dataclass(frozen=True)
 class Documentation:
-    """What one file documents.
+    """Documentation in one file.
 
     Attributes:
-        name: of the file, without its version.
-        sentences: (what is described, a sentence about it), in order.
+        name: name of the file, without its version.
+        sentences: (subject, a sentence about it), in order.
     """
 
     name: str
@@ -80,14 +82,14 @@ class Documentation:
 
 
 def versions() -> str:
-    """Whose documentation is read, with versions."""
+    """Return the names and versions of the documented packages."""
     packages = (f"{name} {distribution(name).version}" for name in SOURCES if name != PYTHON)
     return ", ".join([f"Python {platform.python_version()}", *packages])
 
 
 @lru_cache(maxsize=1)
 def read_documentation() -> tuple[Documentation, ...]:
-    """All of it, every sentence once: where it stands first."""
+    """Return all documentation. A repeated sentence is kept at its first place only."""
     seen: set[str] = set()
     found = []
     for name, sections in _files():
@@ -101,13 +103,14 @@ def read_documentation() -> tuple[Documentation, ...]:
 
 
 def docstrings(source: str) -> Iterator[tuple[str, str]]:
-    """(name, docstring) of a module, whose own name is empty, and of its public classes, functions
-    and methods."""
+    """Yield (name, docstring) of a module, whose own name is empty, and of its public classes,
+    functions and methods.
+    """
     yield from _docstrings(ast.parse(source), ())
 
 
 def prose(text: str) -> Iterator[str]:
-    """The sentences of the paragraphs of a docstring or a description that are prose."""
+    """Yield the sentences of all prose paragraphs in a docstring or a description."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     for paragraph in re.split(r"\n\s*\n", _HEADING.sub("\n", text)):
         lines = paragraph.strip("\n").splitlines()
@@ -120,8 +123,9 @@ def prose(text: str) -> Iterator[str]:
 
 
 def _files() -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """(name, (what is described, a sentence about it) in order) of every file and every
-    description."""
+    """Yield every file and every description: its name, and (subject, a sentence about it) in
+    order.
+    """
     for package, patterns in SOURCES.items():
         root = Path(
             sysconfig.get_path("stdlib")
@@ -155,7 +159,7 @@ def _docstrings(node: ast.Module | _Named, names: tuple[str, ...]) -> Iterator[t
 
 
 def _is_prose(sentence: str) -> bool:
-    """A whole sentence of words."""
+    """Return whether a sentence is a whole sentence of words."""
     letters = sum(character.isalpha() or character == " " for character in sentence)
     whole = sentence[:1].isupper() and sentence[-1:] in (".", "!", "?")
     return whole and SHORTEST <= len(sentence) <= LONGEST and letters >= 0.85 * len(sentence)

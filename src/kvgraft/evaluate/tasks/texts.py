@@ -1,5 +1,4 @@
-"""What suites over real text share: how an item of theirs is worded, and which texts are of which
-split."""
+"""Shared parts of suites over real text: wording of items, and splits."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,12 +8,15 @@ from random import Random
 from kvgraft.evaluate.tasks.items import Ask, Item, arrange, read_before
 
 SPLITS = ("all", "dev", "test")
-CHARACTERS = 4  # of a token of English, about
-ROOM = 120  # tokens for the instruction, the question and what a chat template adds
+# approximate characters of an English token
+CHARACTERS = 4
+# tokens for the instruction, the question and the chat template
+ROOM = 120
 INSTRUCTION = (
     "Answer the question from the following text. Answer with a few words and nothing else."
 )
-OTHERS = (  # instructions behind which phase 1 reads
+# instructions of the prompts in phase 1
+OTHERS = (
     "Here is some text. Read it carefully.",
     "The following passages belong together; a question about them comes later.",
     "You will be asked about this material.",
@@ -22,28 +24,31 @@ OTHERS = (  # instructions behind which phase 1 reads
 
 
 def check_split(split: str) -> str:
-    """The split, or ValueError: there is no such split."""
+    """Return the split. Raise ValueError if there is no such split."""
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}: choose from {', '.join(SPLITS)}")
     return split
 
 
 def in_split(name: str, split: str) -> bool:
-    """Whether a text is of a split, by the SHA-256 of its name: about half are to choose by (dev),
-    the others to report (test)."""
+    """Return whether a text is in a split, by the SHA-256 of its name.
+
+    About half of the texts are for choosing (dev), the others for reporting (test).
+    """
     return split in ("all", SPLITS[1 + sha256(name.encode()).digest()[0] % 2])
 
 
 def of_split(split: str) -> str:
-    """For the end of a description."""
+    """Return the end of a description that names the split."""
     return "" if split == "all" else f" ({split} split)"
 
 
 def write_item(
     rng: Random, instruction: str, segments: Sequence[str], pattern: str, asks: Sequence[Ask]
 ) -> Item:
-    """The two-phase item of some questions about the same segments; `asks` have no segment but
-    their question yet."""
+    """Return the two-phase item of some questions about the same segments. `asks` hold only their
+    question so far.
+    """
     prompt = arrange(
         instruction,
         segments,

@@ -1,7 +1,8 @@
-"""Suites from files in public formats, told by the fields of the first record.
+"""Suites from files in public formats. The fields of the first record determine the format.
 
 Every record becomes one item: its context, cut into segments, is read first and then asked about,
-as `items` describes."""
+see `items`.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ FORMATS = (
 
 @dataclass(frozen=True)
 class FileSuite:
-    """Items from one file; `records` are cut to their own natural segments."""
+    """Items from one file. `records` are cut into their natural segments."""
 
     name: str
     description: str
@@ -39,12 +40,13 @@ class FileSuite:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The tasks of the records, each once."""
+        """Tasks of the records, each once."""
         return tuple(dict.fromkeys(record.task for record in self.records))
 
     def items(self, seed: int, count: int, shape: Shape) -> tuple[Item, ...]:
-        """At most `count` of the records, drawn by `seed`; `shape` says into how many segments
-        their text is merged."""
+        """Return at most `count` of the records, drawn by `seed`; their segments are merged by
+        `shape`.
+        """
         rng = Random(f"{self.name} {seed}")  # noqa: S311
         drawn = rng.sample(self.records, min(count, len(self.records)))
         patterns = shape.patterns
@@ -57,8 +59,8 @@ def load_suite(path: Path, split: str = "all") -> FileSuite:
     """Read a file.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, no records (of this split), or none of the
-            known formats; the message says which.
+        FileNotFoundError, ValueError: no such file, no records (of this split), or an unknown
+            format; the message lists the known ones.
     """
     check_split(split)
     records = _read(path)
@@ -81,7 +83,9 @@ def load_suite(path: Path, split: str = "all") -> FileSuite:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The records of a file: a list, or one a line, which some write in files called .json, too."""
+    """Return the records of a file: a JSON list, or one record per line. Some .json files have
+    records by line, too.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     text = path.read_text(encoding="utf-8")
@@ -134,7 +138,7 @@ def _item(rng: Random, record: FileRecord, shape: Shape, pattern: str) -> Item:
 
 
 def _merge(pieces: Sequence[str], count: int) -> tuple[str, ...]:
-    """Neighbouring pieces joined to at most `count` texts of about equal length."""
+    """Join neighbouring pieces into at most `count` texts of about equal length."""
     total, merged, taken = sum(map(len, pieces)), [[pieces[0]]], len(pieces[0])
     for piece in pieces[1:]:
         if taken >= total * len(merged) / count and len(merged) < count:

@@ -1,5 +1,6 @@
-"""Conversations: LoCoMo, whose sessions are asked about, and MT-RAG, whose last turn is answered
-from passages."""
+"""Conversations: LoCoMo, with questions about sessions, and MT-RAG, whose last turn is answered
+from passages.
+"""
 
 import re
 from collections.abc import Mapping
@@ -16,8 +17,9 @@ GROUNDED = (
 
 
 def locomo(record: Mapping[str, Any], stem: str) -> FileRecord:
-    """Every session of the conversation is a segment; questions without an answer (adversarial) are
-    left out."""
+    """Parse a LoCoMo record. Each session is a segment; questions without an answer (adversarial)
+    are left out.
+    """
     talk = record["conversation"]
     sessions = sorted(
         (key for key in talk if re.fullmatch(r"session_\d+", key)), key=lambda key: int(key[8:])
@@ -37,8 +39,11 @@ def locomo(record: Mapping[str, Any], stem: str) -> FileRecord:
 
 
 def mtrag(record: Mapping[str, Any], stem: str) -> FileRecord:
-    """Passages, then the turns so far, each with its answer, are segments; the user's last message
-    asks. Tasks without passages, or that those do not answer, are left out."""
+    """Parse an MT-RAG record. Passages, then the turns so far with their answers, are segments; the
+    user's last message is the question.
+
+    Tasks without passages, or without an answer in them, are left out.
+    """
     *turns, last = record["input"]
     passages = tuple(context["text"].strip() for context in record["contexts"])
     earlier = tuple(
@@ -52,7 +57,7 @@ def mtrag(record: Mapping[str, Any], stem: str) -> FileRecord:
 
 
 def _said(turn: Mapping[str, Any]) -> str:
-    """The text of a turn, and what the picture shows that came with it."""
+    """Return the text of a turn, with the caption of its picture."""
     return (
         f"{turn['text']} [picture: {turn['blip_caption']}]"
         if "blip_caption" in turn

@@ -16,7 +16,7 @@ ANSWERS = "possible_answer"
 
 
 def bfcl(record: Mapping[str, Any], stem: str) -> FileRecord:
-    """Requests of one turn; the calls that are expected, each a JSON object, are its answers."""
+    """Parse a BFCL request of one turn. The answers are the expected calls, each a JSON object."""
     [messages] = record["question"]
     request = "\n".join(message["content"] for message in messages)
     answers = tuple(json.dumps(call) for call in record["ground_truth"])
@@ -27,7 +27,8 @@ def bfcl(record: Mapping[str, Any], stem: str) -> FileRecord:
 
 
 def with_answers(path: Path, records: list[Any]) -> list[Any]:
-    """The records with what the file of the same name in `possible_answer` expects.
+    """Return the records with the expected calls from the file of the same name in
+    `possible_answer`.
 
     Raises:
         FileNotFoundError, ValueError: there is no such file, or it is not JSON.

@@ -1,5 +1,6 @@
-"""Questions about passages: RULER, LongBench, HotpotQA (and 2WikiMultihopQA, which has its form),
-MuSiQue."""
+"""Questions about passages: RULER, LongBench, HotpotQA (and 2WikiMultihopQA in the same format),
+MuSiQue.
+"""
 
 import re
 from collections.abc import Mapping
@@ -10,8 +11,9 @@ from kvgraft.evaluate.tasks.items import Metric
 
 
 def ruler(record: Mapping[str, Any], stem: str) -> FileRecord:
-    """`input` is instruction, context and question: its last line asks. `answer_prefix` begins the
-    answer."""
+    """Parse a RULER record. The last line of `input` is the question; `answer_prefix` begins the
+    answer.
+    """
     context, _, question = record["input"].rstrip().rpartition("\n")
     metric: Metric = "contains_any" if stem.startswith("qa") else "contains_all"
     questions = ((question, texts(record["outputs"])),)
@@ -34,8 +36,9 @@ def longbench(record: Mapping[str, Any], stem: str) -> FileRecord:
 
 
 def hotpotqa(record: Mapping[str, Any], stem: str) -> FileRecord:
-    """`context` is a list of (title, sentences), or as Hugging Face stores it, titles and lists of
-    sentences."""
+    """Parse a HotpotQA record. `context` is a list of (title, sentences), or titles and lists of
+    sentences as on Hugging Face.
+    """
     context = record["context"]
     if isinstance(context, Mapping):
         context = list(zip(context["title"], context["sentences"], strict=True))
@@ -44,7 +47,7 @@ def hotpotqa(record: Mapping[str, Any], stem: str) -> FileRecord:
 
 
 def musique(record: Mapping[str, Any], stem: str) -> FileRecord:
-    """Questions that their paragraphs do not answer are left out."""
+    """Parse a MuSiQue record. Questions without an answer in their paragraphs are left out."""
     segments = tuple(
         f"{paragraph['title']}\n{paragraph['paragraph_text']}" for paragraph in record["paragraphs"]
     )

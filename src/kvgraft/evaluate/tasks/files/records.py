@@ -1,4 +1,4 @@
-"""What a loader makes of one record of a file."""
+"""Records of files, as loaders return them."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -18,8 +18,8 @@ class FileRecord:
     answers.
 
     Attributes:
-        begun: how each answer begins, see `Ask`.
-        group: records that share it are of one split; empty: those of equal segments.
+        begun: beginning of each answer, see `Ask`.
+        group: records of one group are in one split; if empty, records with equal segments are.
     """
 
     segments: tuple[str, ...]
@@ -33,16 +33,18 @@ class FileRecord:
 
 
 def as_it_is(path: Path, records: list[Any]) -> list[Any]:
-    """The records of a file that needs no other."""
+    """Return the records of a file that needs no other file."""
     return records
 
 
 class Format(NamedTuple):
-    """A public format, told by the fields of a record.
+    """A public format, recognised by the fields of a record.
 
     Attributes:
+        fields: fields of a record.
+        name: name of the format.
         parse: `parse(record, stem of the file)`.
-        complete: `complete(path, records)` adds what other files beside this one say.
+        complete: `complete(path, records)` adds data from other files in the same directory.
     """
 
     fields: frozenset[str]
@@ -52,16 +54,16 @@ class Format(NamedTuple):
 
 
 def ask(question: str) -> str:
-    """A question as the model sees it."""
+    """Return a question as the model sees it."""
     return f"Question: {question}\nAnswer:"
 
 
 def texts(values: Iterable[object]) -> tuple[str, ...]:
-    """Answers, of which some formats have numbers."""
+    """Return answers as texts; some formats have numbers."""
     return tuple(str(value) for value in values)
 
 
 def paragraphs(text: str) -> tuple[str, ...]:
-    """Lines, or sentences where there is but one line."""
+    """Return the lines of a text, or its sentences if there is only one line."""
     lines = [line for line in text.splitlines() if line.strip()]
     return tuple(lines if len(lines) > 1 else re.split(r"(?<=[.!?])\s+", text.strip()))
