@@ -2,7 +2,7 @@
 without a download.
 
 cloze         a sentence up to a name, a number or an identifier that is in one passage only, the
-expected answer
+              expected answer
 continuation  the first words of a sentence; the next words are expected
 
 The question names the subject of the sentence, and the answer begins with the sentence. So even

@@ -5,13 +5,13 @@ multihop      two facts in different documents, in either order (HotpotQA, 2Wiki
 instruction   an instruction before the documents gives their meaning
 chat          facts from many turns of a long conversation (LoCoMo; SparseX Table 1)
 agents        a judge of n agents, a moderator of a debate, a ReAct loop with a tool (AutoGen, MAD;
-SparseX Table 3)
+              SparseX Table 3)
 multidoc      questions over 2 to 10 documents, few of them relevant: one fact among similar ones,
-two hops, chains (HotpotQA, 2WikiMQA, MuSiQue; SamKV Table 3)
+              two hops, chains (HotpotQA, 2WikiMQA, MuSiQue; SamKV Table 3)
 stress        hard for methods that choose few tokens: majorities of resolved values, the longest
-chains
+              chains
 sheets        documents of the same sentences with other things and codes (in English, for any
-model: `alike`)
+              model: `alike`)
 """
 
 from collections.abc import Sequence

@@ -1,2 +1,5 @@
-"""What reuse would give to recorded traffic: traces are read, replayed through the native engine's
-admission, and reported. No model runs, and nothing that is written holds a prompt's text."""
+"""Analysis of recorded traffic: what KV reuse would save.
+
+Traces are read, replayed through the native engine's admission, and reported. No model runs, and no
+written file holds a prompt's text.
+"""

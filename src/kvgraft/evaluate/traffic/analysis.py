@@ -1,4 +1,6 @@
-"""What reuse gives to a trace: side by side, by pool, session and turn."""
+"""Analysis of a trace: reused tokens by side, pool, session and turn. A side is a reuse method,
+such as prefix caching.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,13 +16,15 @@ from kvgraft.prefill.costs import TOKENS, Costs
 
 PREFIX_CACHING, CHUNKS, KVGRAFT = "prefix caching", f"chunks of {CHUNK_TOKENS}", "kvgraft"
 SIDES = (PREFIX_CACHING, CHUNKS, KVGRAFT)
-SINGLE_TURNS = 8  # that have a row each
-Answers = tuple[Stretches, ...]  # a prompt under each of SIDES
+# turns with their own row
+SINGLE_TURNS = 8
+# results of a prompt under each of SIDES
+Answers = tuple[Stretches, ...]
 
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """Tokens of a group of requests, by side; and seconds, if they were priced."""
+    """Tokens of a group of requests by side, and seconds if costs are known."""
 
     name: str
     sides: dict[str, TokenCounts]
@@ -29,12 +33,12 @@ class GroupCounts:
 
 @dataclass(frozen=True)
 class PoolCounts:
-    """Tokens of all requests, by side, with a pool of so many tokens; None is without a limit.
+    """Tokens of all requests by side, with a pool of `tokens` tokens; None has no limit.
 
     Attributes:
-        seconds: if they were priced.
-        given_up: requests whose sources and own pages did not fit into the pool together, so that
-            nothing was grafted.
+        seconds: estimated seconds, if costs are known.
+        given_up: requests without grafts because their sources and own pages did not fit into the
+            pool together.
     """
 
     tokens: int | None
@@ -48,12 +52,12 @@ class Analysis:
     """Shares of a trace's tokens; `turns` and `sessions` are those of the largest pool.
 
     Attributes:
-        order: of the requests.
-        bad_lines: lines that were skipped.
-        left_out: files of directories that are of another kind.
-        unknown_tokens: of prompts, that stand for a word that the tokenizer does not know.
-        costs: by which seconds are estimated; None: they are not.
-        pools: from the smallest to the largest.
+        order: order of the requests.
+        bad_lines: skipped lines.
+        left_out: files in directories with another suffix.
+        unknown_tokens: prompt tokens for words that the tokenizer does not know.
+        costs: costs for estimated seconds; None without seconds.
+        pools: pools from the smallest to the largest.
     """
 
     files: int
@@ -74,13 +78,13 @@ class Analysis:
 
     @property
     def largest(self) -> PoolCounts:
-        """The pool that details are of."""
+        """Largest pool, which has the details."""
         return self.pools[-1]
 
 
 @dataclass(frozen=True, eq=False)
 class Analysed:
-    """An analysis, and what each prompt of the trace looks like under the largest pool."""
+    """An analysis, and the origins of each prompt's tokens under the largest pool."""
 
     analysis: Analysis
     requests: tuple[TracedRequest, ...]
@@ -99,16 +103,16 @@ def analyse(
     """Replay a trace under every side and pool.
 
     Args:
-        pools: tokens of the KV pool; None is without a limit.
-        per_session: every session has a cache, and a pool, of its own.
-        tokenizer: its name, for the report.
+        pools: tokens of the KV pool; None has no limit.
+        per_session: give every session its own cache and pool.
+        tokenizer: name of the tokenizer, for the report.
 
     Raises:
-        ValueError: a pool that is smaller than a request.
+        ValueError: a pool is smaller than a request.
     """
     pools = sorted(set(pools), key=lambda tokens: (tokens is None, tokens))
     _check_pools(pools, trace, settings.block_size)
-    costs = None if settings.costs == TOKENS else settings.costs  # TOKENS are no seconds
+    costs = None if settings.costs == TOKENS else settings.costs  # TOKENS is not in seconds
     groups = list(trace.by_session().values()) if per_session else [list(trace.requests)]
     steps, total = count(1), len(pools) * len(trace.requests)
     on_step = (lambda: None) if on_progress is None else (lambda: on_progress(next(steps), total))
@@ -146,8 +150,9 @@ def _replay(
     pool: int | None,
     on_step: Callable[[], None],
 ) -> tuple[dict[TracedRequest, Answers], int]:
-    """What each request finds, and how many gave their grafts up; each group has a pool of its
-    own."""
+    """Return the result of each request, and the number of requests that gave up grafts. Each group
+    has its own pool.
+    """
     answers: dict[TracedRequest, Answers] = {}
     num_given_up = 0
     for group in groups:
@@ -185,7 +190,7 @@ def _check_pools(pools: Sequence[int | None], trace: RequestTrace, block_size: i
 def _sums(
     answers: Iterable[Answers], costs: Costs | None
 ) -> tuple[dict[str, TokenCounts], Seconds | None]:
-    """Tokens of some requests by side, and their seconds if there are costs to price them by."""
+    """Return the tokens of some requests by side, and their seconds if there are costs."""
     prompts = list(answers)
     by_side = zip(*prompts, strict=True)
     counts = {side: TokenCounts.of(found) for side, found in zip(SIDES, by_side, strict=True)}
@@ -195,7 +200,7 @@ def _sums(
 def _by_turn(
     requests: Sequence[TracedRequest], answers: dict[TracedRequest, Answers], costs: Costs | None
 ) -> tuple[GroupCounts, ...]:
-    """The first turns, then ranges that double."""
+    """Return the counts of the first turns, then of ranges that double."""
     last = max(request.turn for request in requests)
     doubled = (SINGLE_TURNS << power for power in count())
     ranges = [range(turn, turn + 1) for turn in range(1, min(SINGLE_TURNS, last) + 1)]

@@ -1,4 +1,4 @@
-"""Text found in chunks of fixed length, as by CacheBlend in LMCache: to compare with."""
+"""Reuse in chunks of fixed length, as by CacheBlend in LMCache, for comparison."""
 
 import hashlib
 from collections import OrderedDict
@@ -13,14 +13,15 @@ CHUNK_TOKENS = 256  # LMCache's default
 
 
 class FixedChunks:
-    """What chunks of fixed length find beyond exact prefix caching.
+    """Hits of fixed-length chunks beyond exact prefix caching.
 
-    A prompt is cut at the beginnings of its messages, and each message from there on into chunks of
-    256 tokens. A chunk is found if an earlier prompt had the same one, wherever; what is left of a
-    message is never found.
+    A prompt is cut at the beginnings of its messages, and each message into chunks of 256 tokens. A
+    chunk is a hit if an earlier prompt had the same one at any position. The rest of a message is
+    never a hit.
 
     Args:
-        capacity: tokens kept, the least recently used go first; beside those of the prefix cache.
+        capacity: tokens of the chunk cache, in addition to the prefix cache; the least recently
+            used go first.
     """
 
     def __init__(self, capacity: int | None, chunk_tokens: int = CHUNK_TOKENS) -> None:
@@ -29,11 +30,12 @@ class FixedChunks:
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
     def ask(self, tokens: np.ndarray, segments: np.ndarray, origins: np.ndarray) -> np.ndarray:
-        """Origins int16 [T] of a prompt int32 [T] of which prefix caching alone finds `origins`;
-        its chunks are kept.
+        """Return the origins of a prompt's tokens, int16 [T], and store its chunks.
 
         Args:
-            segments: where its messages begin, int64 [s].
+            tokens: int32 [T].
+            segments: beginnings of its messages, int64 [s].
+            origins: origins under prefix caching alone, int16 [T].
         """
         found = origins.copy()
         for start, key in self._chunks(tokens, segments):
@@ -45,7 +47,7 @@ class FixedChunks:
             self._known.move_to_end(key)
         while self._capacity is not None and len(self._known) > self._capacity:
             self._known.popitem(last=False)
-        found[-1] = Origin.NEW  # computed in any case
+        found[-1] = Origin.NEW  # always computed
         return found
 
     def _chunks(self, tokens: np.ndarray, segments: np.ndarray) -> Iterator[tuple[int, bytes]]:

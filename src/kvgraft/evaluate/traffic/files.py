@@ -1,4 +1,4 @@
-"""The files of a trace: which there are, in which format, and what their lines say."""
+"""Files of a trace: finding them, their formats, and their lines."""
 
 import re
 from collections import Counter
@@ -17,7 +17,8 @@ from kvgraft.evaluate.traffic.records import (
 )
 from kvgraft.evaluate.traffic.vllm_log import is_log, read_log
 
-SUFFIXES = (".json", ".jsonl", ".log", ".ndjson", ".txt")  # that are read of a directory
+# suffixes of the files that are read in a directory
+SUFFIXES = (".json", ".jsonl", ".log", ".ndjson", ".txt")
 _BEGINS_OBJECT = re.compile(r"\{\s*\"")
 _BEGINS_ARRAY = re.compile(r"\s*\[\s*\{\s*\"")
 Line = tuple[str, LoggedRequest | LoggedAnswer | BadLine]
@@ -25,8 +26,13 @@ Line = tuple[str, LoggedRequest | LoggedAnswer | BadLine]
 
 @dataclass(frozen=True)
 class TraceFile:
-    """A file, and the session of its requests where they name none; of a text, that of all texts
-    beside it."""
+    """A file, and default sessions for its requests.
+
+    Attributes:
+        path: path of the file.
+        session: session of requests that name none.
+        text_session: the same for a text file; all texts of a directory share it.
+    """
 
     path: Path
     session: str
@@ -34,11 +40,11 @@ class TraceFile:
 
 
 def find_files(paths: Sequence[Path]) -> tuple[list[TraceFile], list[Path]]:
-    """The files that are meant, those of directories by name; and those of directories that are of
-    another kind.
+    """Return the files to read, in order of their names, and the files in directories with another
+    suffix.
 
     Raises:
-        FileNotFoundError: a path that is not there, or a directory without a file to read.
+        FileNotFoundError: a path does not exist, or a directory has no file to read.
     """
     files: list[TraceFile] = []
     left_out: list[Path] = []
@@ -71,8 +77,7 @@ def find_files(paths: Sequence[Path]) -> tuple[list[TraceFile], list[Path]]:
 
 
 def read_file(file: TraceFile) -> Iterator[tuple[str, Line]]:
-    """What a file says: the session where a request names none, then the place and what stands
-    there."""
+    """Yield the place of each line in a file, and its content."""
     try:
         text = file.path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -81,7 +86,7 @@ def read_file(file: TraceFile) -> Iterator[tuple[str, Line]]:
             (str(file.path), BadLine(f"is no UTF-8 text: {error.reason} at byte {error.start}")),
         )
         return
-    lines = text.split("\n")  # no other line ends: JSON may hold them as they are
+    lines = text.split("\n")  # JSON may contain other line ends
     whole = _decode(text)
     if isinstance(whole, list):
         for number, item in enumerate(whole, 1):
@@ -106,8 +111,9 @@ def read_file(file: TraceFile) -> Iterator[tuple[str, Line]]:
 
 
 def _is_jsonl(path: Path, lines: Sequence[str]) -> bool:
-    """By its name; or by its first line, which is a value of JSON, or begins like an object that
-    the file is not."""
+    """Return whether a file is JSON by lines: by its suffix, or because its first line is a JSON
+    value, or the start of an object but not the file's.
+    """
     first = next((line.strip() for line in lines if line.strip()), "")
     if path.suffix in (".jsonl", ".ndjson") or isinstance(_decode(first), dict | str):
         return True
@@ -117,7 +123,7 @@ def _is_jsonl(path: Path, lines: Sequence[str]) -> bool:
 
 
 def _decode(text: str) -> object:
-    """The value of JSON, None if it is not JSON."""
+    """Return the value of a JSON text, or None if it is not JSON."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:

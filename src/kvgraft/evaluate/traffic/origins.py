@@ -1,4 +1,4 @@
-"""Where the tokens of a prompt come from, and how many come from where."""
+"""Origins of a prompt's tokens, and their counts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,37 +8,39 @@ import numpy as np
 
 
 class Origin(IntEnum):
-    """Where a token's KV comes from; grafts of depth d are GRAFTED + d."""
+    """Origin of a token's KV; grafts of depth d are GRAFTED + d."""
 
     NEW = 0
     PREFIX = 1
     CONTINUED = 2
-    SIMILAR = 3  # runs of near-duplicates too short to be found but by their likeness
+    # runs of near-duplicates that are too short for exact matching
+    SIMILAR = 3
     GRAFTED = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Stretches:
     """A prompt as stretches of one origin: origins int16 [n] and their lengths in tokens int32 [n],
-    in order."""
+    in order.
+    """
 
     origins: np.ndarray
     lengths: np.ndarray
 
     @classmethod
     def of(cls, origins: np.ndarray) -> "Stretches":
-        """Of int16 [T], an `Origin` for each token."""
+        """Return the stretches of an `Origin` per token, int16 [T]."""
         starts = np.concatenate(([0], np.flatnonzero(np.diff(origins)) + 1))
         return cls(origins[starts], np.diff(starts, append=len(origins)).astype(np.int32))
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Tokens of prompts by where they come from: all that is needed to say what they cost.
+    """Tokens of prompts by origin: all that a cost estimate needs.
 
     Attributes:
-        grafted: by depth, from 0 to the greatest that was met.
-        similar: of near-duplicates, whatever their depth.
+        grafted: grafted tokens by depth, from 0 to the greatest one.
+        similar: tokens of near-duplicates, at any depth.
     """
 
     requests: int
@@ -51,7 +53,7 @@ class TokenCounts:
 
     @classmethod
     def of(cls, prompts: Iterable[Stretches]) -> "TokenCounts":
-        """Of several prompts."""
+        """Return the counts of several prompts."""
         counted = list(prompts)
         origins = np.concatenate([np.empty(0, np.int16), *(one.origins for one in counted)])
         lengths = np.concatenate([np.empty(0, np.int32), *(one.lengths for one in counted)])
@@ -68,9 +70,9 @@ class TokenCounts:
 
     @property
     def known(self) -> int:
-        """Tokens that are not new."""
+        """Number of tokens that are not new."""
         return self.prompt - self.new
 
     def share(self, tokens: int) -> float:
-        """Tokens as a share of all of the prompts."""
+        """Return tokens as a share of all prompt tokens."""
         return tokens / self.prompt if self.prompt else 0.0

@@ -1,5 +1,6 @@
-"""An analysis as a self-contained HTML page: each request as a bar of where its tokens come from,
-in order."""
+"""Self-contained HTML page of an analysis. Each request is a bar of its tokens' origins, in
+order.
+"""
 
 import json
 from importlib.resources import files
@@ -15,8 +16,7 @@ from kvgraft.evaluate.traffic.tables import EVERYTHING, PRICED, headline, notes,
 
 
 def render_page(analysed: Analysed) -> str:
-    """The page, with everything that it needs inside; it names sessions, and holds no text of a
-    prompt."""
+    """Return the page. It needs no other files, names sessions, and holds no text of a prompt."""
     analysis = analysed.analysis
     sides = list(analysis.largest.sides)
     data = {
@@ -66,8 +66,9 @@ def _shares(counts: TokenCounts) -> dict[str, float]:
 
 
 def _seconds(analysis: Analysis) -> dict[str, Any]:
-    """Rows of (name, seconds of everything computed, then by side), all prompts first; no rows if
-    nothing is priced."""
+    """Return rows of (name, seconds of full computation, seconds by side), all prompts first; no
+    rows without costs.
+    """
     groups = [
         ("all prompts", analysis.largest.seconds),
         *((one.name, one.seconds) for one in analysis.sessions),
@@ -81,7 +82,9 @@ def _seconds(analysis: Analysis) -> dict[str, Any]:
 
 
 def _sessions(analysed: Analysed) -> list[dict[str, Any]]:
-    """Sessions with their requests in order: by side, origins and lengths of the stretches."""
+    """Return sessions with their requests in order: origins and lengths of the stretches, by
+    side.
+    """
     sessions: dict[str, list[list[list[list[int]]]]] = {}
     for request, answers in zip(analysed.requests, analysed.answers, strict=True):
         stretches = [[one.origins.tolist(), one.lengths.tolist()] for one in answers]

@@ -1,4 +1,4 @@
-"""An analysis as a picture (needs matplotlib)."""
+"""Figure of an analysis (needs matplotlib)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,8 @@ from kvgraft.evaluate.traffic.analysis import KVGRAFT, Analysis, PoolCounts
 from kvgraft.evaluate.traffic.origins import TokenCounts
 
 mpl.use("Agg")
-KINDS = {  # in the colours of the page that a server shows
+# colours are those of a server's page
+KINDS = {
     "prefix": "#3f7fd0",
     "continued": "#2a9fb8",
     "grafted": "#2f9e6e",
@@ -23,8 +24,7 @@ KINDS = {  # in the colours of the page that a server shows
 
 
 def draw(analysis: Analysis, path: Path) -> None:
-    """All sides, turns under KVGraft, and what is found by size of the pool, if there are
-    several."""
+    """Draw all sides, turns under KVGraft, and hits by size of the pool if there are several."""
     by_turn = {group.name: group.sides[KVGRAFT] for group in analysis.turns}
     several = len(analysis.pools) > 1
     with mpl.rc_context(STYLE):

@@ -1,4 +1,4 @@
-"""What one line of a trace says."""
+"""Parser of trace lines."""
 
 import json
 from collections.abc import Mapping
@@ -13,14 +13,18 @@ ALLOWED = (
     "as a JSON string, "
     'a request with "hash_ids" instead of text, or, with "type": "response", an answer'
 )
-BLOCK_TOKENS = 512  # of a block that a trace names instead of telling its text
-MOST_BLOCKS = 2**31 // BLOCK_TOKENS  # that have tokens of their own
+# tokens of a block in traces that have block ids instead of text
+BLOCK_TOKENS = 512
+# number of block ids with their own token ids
+MOST_BLOCKS = 2**31 // BLOCK_TOKENS
 SESSION_KEYS = ("session", "session_id", "user")
 TIME_KEYS = ("timestamp", "timestamp_utc", "timestamp_rel_s")
 
 
 class _BlockRequest(msgspec.Struct):
-    """As Mooncake published them, and other projects since; `timestamp` in milliseconds."""
+    """Request in Mooncake's published format, used by other projects too; `timestamp` in
+    milliseconds.
+    """
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     input_length: Annotated[int, msgspec.Meta(ge=1)]
@@ -29,16 +33,17 @@ class _BlockRequest(msgspec.Struct):
 
 
 class BadLine(ValueError):
-    """A line that is no request, answer or prompt; the message says why."""
+    """Error of a line that is no request, answer or prompt; the message says why."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat prompt, its messages with plain text for content.
+    """A chat prompt. Its messages have plain text as content.
 
     Attributes:
-        tools: as the request has them.
-        template_options: what else the chat template gets (`chat_template_kwargs` of vLLM).
+        messages: messages in order.
+        tools: tools of the request.
+        template_options: other arguments of the chat template (`chat_template_kwargs` of vLLM).
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -48,8 +53,9 @@ class Conversation:
 
 @dataclass(frozen=True)
 class HashedPrompt:
-    """A prompt without its text: how many tokens it has, and an id for each `BLOCK_TOKENS` of them
-    and all before."""
+    """A prompt without text: its number of tokens, and an id for each prefix of `BLOCK_TOKENS` more
+    tokens.
+    """
 
     ids: tuple[int, ...]
     num_tokens: int
@@ -60,8 +66,15 @@ Prompt = str | Conversation | tuple[int, ...]
 
 @dataclass(frozen=True)
 class LoggedRequest:
-    """A request as the trace has it. `session` and `timestamp` (seconds) are None where it does not
-    say; `num_answered` are the tokens of its answer, where the trace says only how many."""
+    """A request of a trace.
+
+    Attributes:
+        prompt: prompt.
+        session: name of the session; None if the trace does not say.
+        timestamp: seconds; None if the trace does not say.
+        request_id: id of the request, or None.
+        num_answered: tokens of its answer, if the trace has only their number.
+    """
 
     prompt: Prompt | HashedPrompt
     session: str | None = None
@@ -72,18 +85,18 @@ class LoggedRequest:
 
 @dataclass(frozen=True)
 class LoggedAnswer:
-    """The text of an answer: to the request of this id, or to the last one before it."""
+    """Text of an answer to the request of this id, or to the last request before it."""
 
     text: str
     request_id: str | None = None
 
 
 def parse_record(value: object) -> list[LoggedRequest | LoggedAnswer]:
-    """What a line of JSON says: one request, several if its `prompt` is a batch, or an answer if it
-    holds text.
+    """Return the requests and answers of a JSON line: one request, several if its `prompt` is a
+    batch, or an answer.
 
     Raises:
-        BadLine: it says something else.
+        BadLine: the line is something else.
     """
     if isinstance(value, str):
         return [LoggedRequest(value)]
@@ -106,7 +119,7 @@ def parse_record(value: object) -> list[LoggedRequest | LoggedAnswer]:
 
 
 def _of_blocks(value: dict[str, Any]) -> LoggedRequest:
-    """A request of which only blocks are told."""
+    """Return a request that has only block ids."""
     try:
         said = msgspec.convert(value, _BlockRequest)
     except msgspec.ValidationError as error:
@@ -124,10 +137,10 @@ def _of_blocks(value: dict[str, Any]) -> LoggedRequest:
 
 
 def prompts_of(body: Mapping[str, Any]) -> list[Prompt]:
-    """What an OpenAI body asks: one prompt, or several if its `prompt` is a batch.
+    """Return the prompts of an OpenAI body: one, or several if its `prompt` is a batch.
 
     Raises:
-        BadLine: it asks nothing that can be read.
+        BadLine: there is no readable prompt.
     """
     if ("messages" in body) == ("prompt" in body):
         what = "both" if "messages" in body else "neither"
@@ -172,7 +185,9 @@ def _message(number: int, message: object) -> dict[str, Any]:
 
 
 def _content(number: int, content: object) -> str:
-    """Plain text of a message's content; vLLM puts a line break between text parts, too."""
+    """Return the plain text of a message's content. Text parts are joined by line breaks as in
+    vLLM.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -199,7 +214,7 @@ def _listed(number: int, calls: object) -> list[object]:
 
 
 def _tool_call(number: int, call: object) -> dict[str, Any]:
-    """The call with its arguments as an object, which is what chat templates expect."""
+    """Return a call with its arguments as an object, as chat templates expect."""
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         raise BadLine(
             f'message {number}: tool call {_short(call)}: must be an object with a "function"'
@@ -213,7 +228,7 @@ def _tool_call(number: int, call: object) -> dict[str, Any]:
 
 
 def _answer_text(body: object) -> str | None:
-    """The text of the first choice of a response, None if there is none."""
+    """Return the text of the first choice of a response, or None."""
     choices = body.get("choices") if isinstance(body, dict) else None
     first = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(first, dict):
@@ -224,13 +239,14 @@ def _answer_text(body: object) -> str | None:
 
 
 def session_of(value: dict[str, Any], body: dict[str, Any]) -> str | None:
-    """The session that a line or its body names, None where neither does."""
+    """Return the session that a line or its body names, or None."""
     return _text_of(value, SESSION_KEYS) or _text_of(body, SESSION_KEYS)
 
 
 def timestamp_of(value: dict[str, Any]) -> float | None:
-    """Seconds, None where a line does not say; BadLine if it is neither seconds nor a date and time
-    of ISO 8601."""
+    """Return the timestamp in seconds, or None. Raise BadLine if it is neither seconds nor an ISO
+    8601 date and time.
+    """
     found = next((value[key] for key in TIME_KEYS if value.get(key) is not None), None)
     if found is None or (isinstance(found, int | float) and not isinstance(found, bool)):
         return found

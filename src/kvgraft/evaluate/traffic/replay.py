@@ -1,4 +1,4 @@
-"""Requests through the native engine's own admission, with pages that hold nothing."""
+"""Replay of requests through the native engine's admission, with pages that hold no data."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -35,12 +35,12 @@ NAMESPACE = "traffic"
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """How the engine is set.
+    """Settings of the engine.
 
     Attributes:
         block_size, max_depth, exactness_weight: see `Engine`.
-        costs: by which it is decided what to graft; None grafts all that is known.
-        similarity: of near-duplicates, which are grafted, too; None finds identical text only.
+        costs: costs for the decision what to graft; None grafts all known text.
+        similarity: also graft near-duplicates of this similarity; None finds identical text only.
         anchors: token sequences that begin a segment, for near-duplicates.
     """
 
@@ -57,10 +57,10 @@ class ReplaySettings:
 
 
 class Replay:
-    """What an engine with an empty cache would find for one request after another.
+    """Replay of requests, one after another, through an engine with an empty cache.
 
     Args:
-        num_pages: of its pool.
+        num_pages: pages of the pool.
         grafts: False is exact prefix caching alone.
     """
 
@@ -69,7 +69,7 @@ class Replay:
         self._policy = parse_policy(DEFAULT_POLICY if grafts else "full")
         self._similar = grafts and settings.similarity is not None
         pool, layout = PagePool(num_pages, size), StreamLayout.dense(1, 1)
-        # no page is ever written or read
+        # pages are never written or read
         cache = KVCache(layout, 1, size, 1, torch.int8, torch.device("cpu"))
         index = ReuseIndex(pool, settings.max_depth, False, settings.similarity, settings.anchors)
         cost_model = (
@@ -83,12 +83,13 @@ class Replay:
 
     @property
     def num_given_up(self) -> int:
-        """Requests whose sources and own pages did not fit into the pool together, so that nothing
-        was grafted."""
+        """Number of requests without grafts because their sources and own pages did not fit into
+        the pool together.
+        """
         return self._memory.fallbacks.total()
 
     def ask(self, tokens: np.ndarray, answer: np.ndarray) -> np.ndarray:
-        """The origin of each token of a prompt int32 [T], int16 [T]; prompt and answer int32 [a]
+        """Return the origin of each prompt token, int16 [T]. Prompt int32 [T] and answer int32 [a]
         stay in the cache.
 
         Raises:
@@ -100,7 +101,7 @@ class Replay:
         origins = _origins(sequence)
         self._memory.unpin_sources(sequence)
         sequence.tokens += answer.tolist()
-        # the last token of an answer is never read
+        # the model never reads the last token of an answer
         sequence.num_computed = len(tokens) + max(len(answer) - 1, 0)
         self._memory.offer(sequence, ended=True)
         self._memory.release(sequence)
@@ -123,12 +124,12 @@ class Replay:
 
 
 def pages_for(num_tokens: int, block_size: int) -> int:
-    """Pages that so many tokens of one sequence take."""
+    """Return the number of pages for `num_tokens` tokens of one sequence."""
     return -(-num_tokens // block_size)
 
 
 def _origins(sequence: SequenceState) -> np.ndarray:
-    """int16 [T] of a sequence that has been admitted."""
+    """Return the origins of an admitted sequence's tokens, int16 [T]."""
     plan, size, continued = (
         sequence.admitted_plan,
         sequence.admitted_plan.block_size,
@@ -144,7 +145,7 @@ def _origins(sequence: SequenceState) -> np.ndarray:
         -1, 2
     )
     targets = plan.graft_targets.numpy()
-    # that each grafted token belongs to
+    # match of each grafted token
     match = np.searchsorted(matches[:, 0], targets, side="right") - 1
     kinds = np.where(
         _holds_block(sequence, match, len(matches)),
@@ -156,17 +157,19 @@ def _origins(sequence: SequenceState) -> np.ndarray:
 
 
 def _holds_block(sequence: SequenceState, match: np.ndarray, num_matches: int) -> np.ndarray:
-    """bool [num_matches]: whether a match covers a whole block of its source. Those that cover none
-    are parts of near-duplicates: identical text is found by its whole blocks.
+    """Return whether each match covers a whole block of its source, bool [num_matches].
+
+    A match without a whole block is part of a near-duplicate, because identical text is found by
+    whole blocks.
 
     Args:
-        match: that each grafted token belongs to, int64 [g].
+        match: match of each grafted token, int64 [g].
     """
     plan, size = sequence.admitted_plan, sequence.admitted_plan.block_size
-    first = np.searchsorted(match, np.arange(num_matches))  # of its tokens
+    first = np.searchsorted(match, np.arange(num_matches))  # first token of each match
     lengths = np.bincount(match, minlength=num_matches)
     if plan.ends_in_graft[0] and num_matches:
-        lengths[-1] += 1  # the last token of a prompt is computed all the same
+        lengths[-1] += 1  # the last token of a prompt is computed even if known
     sources = (plan.graft_targets - plan.graft_shifts).numpy()
     starts = (
         sources[np.minimum(first, len(sources) - 1)]
@@ -179,7 +182,7 @@ def _holds_block(sequence: SequenceState, match: np.ndarray, num_matches: int) -
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """What is given up is counted, not told request by request."""
+    """Suppress warnings about given-up grafts, because they are counted."""
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

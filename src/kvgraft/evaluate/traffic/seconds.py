@@ -1,4 +1,4 @@
-"""Tokens of a trace as seconds of prefill, by the cost model's own costs."""
+"""Estimated seconds of prefill for the tokens of a trace, by the cost model."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,19 +12,20 @@ from kvgraft.reuse.cost import WORK
 
 @dataclass(frozen=True)
 class Seconds:
-    """Estimated seconds of prefill of some requests, one after another: if everything is computed,
-    and by side."""
+    """Estimated prefill seconds of some requests, one after another: computed in full, and by
+    side.
+    """
 
     full: float
     sides: dict[str, float]
 
     def saved(self, side: str) -> float:
-        """Those that a side saves; below 0 if it takes longer."""
+        """Return the seconds that a side saves; below 0 if it takes longer."""
         return self.full - self.sides[side]
 
 
 def price(answers: Iterable[Sequence[Stretches]], sides: Sequence[str], costs: Costs) -> Seconds:
-    """Of requests, each of them as every side has it."""
+    """Estimate the seconds of requests; each answer has the stretches of every side."""
     full, sums = 0.0, dict.fromkeys(sides, 0.0)
     for prompts in answers:
         num_tokens = int(prompts[0].lengths.sum())
@@ -35,14 +36,14 @@ def price(answers: Iterable[Sequence[Stretches]], sides: Sequence[str], costs: C
 
 
 def prefill_seconds(prompt: Stretches, costs: Costs) -> float:
-    """Of one prompt, by a rule that knows nothing of the system that found its tokens.
+    """Estimate the prefill seconds of one prompt, by the same rule for every system.
 
-    New tokens are computed, and see every token before them, so their pairs are exact. Prefix and
-    continued tokens cost nothing. Grafted tokens, near-duplicates among them, are copied, and of
-    them a share `WORK` is computed again: which ones no replay knows, so the pairs of that share
-    are the same share of all their pairs. That is what the cost model assumes of a policy that has
-    not run yet. What a policy chooses by, and the copying of a system that keeps its chunks
-    elsewhere than in the pool, are left out; so is waiting for other requests."""
+    New tokens are computed and see every token before them, so their pairs are exact. Prefix and
+    continued tokens cost nothing. Grafted tokens, including near-duplicates, are copied, and a
+    share `WORK` of them is recomputed. A replay does not know which tokens, so that share of all
+    their pairs is counted. The cost model assumes the same before a policy runs. Not included are a
+    policy's selection, copies from a chunk store outside the pool, and waiting for other requests.
+    """
     stops = np.cumsum(prompt.lengths, dtype=np.int64)
     pairs = count_pairs(stops - prompt.lengths, stops)
     new, grafted = prompt.origins == Origin.NEW, prompt.origins >= Origin.SIMILAR

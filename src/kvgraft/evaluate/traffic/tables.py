@@ -1,4 +1,4 @@
-"""An analysis in a terminal."""
+"""Tables of an analysis for a terminal."""
 
 from collections.abc import Iterable, Mapping
 
@@ -13,8 +13,8 @@ from kvgraft.evaluate.traffic.seconds import Seconds
 from kvgraft.reuse.cost import WORK
 from kvgraft.segments.matches import DEEP, MAX_DEPTH, depth_name
 
-MOST_SESSIONS = 12  # in the table
-LONGEST_NAME = 20  # of a session
+MOST_SESSIONS = 12  # rows of the table
+LONGEST_NAME = 20  # characters of a session's name
 EVERYTHING = "everything computed"
 HOW_TO_PRICE = (
     "seconds, too: kvgraft profile-costs MODEL -o costs.json, then analyze --costs costs.json"
@@ -27,8 +27,9 @@ PRICED = (
 
 
 def render(analysis: Analysis) -> Group:
-    """What there is, all sides, seconds if there are any, grafts by depth, pools if several, turns
-    and sessions."""
+    """Return a summary, all sides, seconds if there are any, grafts by depth, pools if several,
+    turns and sessions.
+    """
     parts: list[RenderableType] = [Text(headline(analysis), style="dim"), _sides(analysis)]
     grafted = analysis.largest.sides[KVGRAFT]
     if len(grafted.grafted) > 1:
@@ -48,7 +49,7 @@ def render(analysis: Analysis) -> Group:
 
 
 def headline(analysis: Analysis) -> str:
-    """What was analysed, and how."""
+    """Return the analysed files and settings in one line."""
     return (
         f"{analysis.requests:,} requests of {len(analysis.sessions):,} sessions in "
         f"{analysis.files:,} files, "
@@ -60,7 +61,7 @@ def headline(analysis: Analysis) -> str:
 
 
 def notes(analysis: Analysis) -> list[str]:
-    """What the figures leave out, or overstate."""
+    """Return the limits of the figures: what they omit or overstate."""
     found = []
     if analysis.bad_lines:
         found.append(
@@ -88,19 +89,19 @@ def notes(analysis: Analysis) -> list[str]:
 
 
 def pool_name(tokens: int | None) -> str:
-    """The size of a pool in words."""
+    """Return the size of a pool in words."""
     if tokens is None:
         return "unlimited size"
     return f"{tokens:,} tokens"
 
 
 def depth_limit(max_depth: int) -> str:
-    """How deep sources may be, in words."""
+    """Return the limit of depth in words."""
     return f"depth up to {max_depth}" if max_depth < MAX_DEPTH else "any depth"
 
 
 def by_depth(counts: TokenCounts) -> str:
-    """Grafted tokens by depth, as shares of the prompts; those from DEEP on together."""
+    """Return grafted tokens by depth, as shares of the prompts; depths from DEEP on are one."""
     sums = [*counts.grafted[:DEEP], sum(counts.grafted[DEEP:])]
     shares = {
         depth_name(depth): percent(counts.share(tokens))
@@ -111,23 +112,23 @@ def by_depth(counts: TokenCounts) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as in tables."""
+    """Return a share as in tables."""
     return f"{100 * share:.1f} %"
 
 
 def _seconds_rows(seconds: Seconds) -> list[tuple[str, float, float]]:
-    """(side, seconds, those that it saves), everything computed first."""
+    """Return (side, seconds, saved seconds), full computation first."""
     sides = ((side, taken, seconds.saved(side)) for side, taken in seconds.sides.items())
     return [(EVERYTHING, seconds.full, 0.0), *sides]
 
 
 def _longest(analysis: Analysis) -> list[GroupCounts]:
-    """Sessions that have a row."""
+    """Return the sessions with a row in the table."""
     return sorted(analysis.sessions, key=lambda group: -group.sides[KVGRAFT].prompt)[:MOST_SESSIONS]
 
 
 def _seconds(analysis: Analysis) -> list[RenderableType]:
-    """Of all prompts and of the longest sessions; or how to get them."""
+    """Return the seconds of all prompts and of the longest sessions, or a hint how to get them."""
     total = analysis.largest.seconds
     if total is None:
         return [Text(HOW_TO_PRICE, style="dim")]
@@ -180,7 +181,7 @@ def _groups(name: str, groups: Iterable[GroupCounts], analysis: Analysis) -> Tab
 
 
 def _others() -> list[str]:
-    """Columns of the sides that KVGraft is compared with."""
+    """Return the columns of the sides with which KVGraft is compared."""
     return [f"{side.replace(' ', chr(10), 1)}:\nnew" for side in (PREFIX_CACHING, CHUNKS)]
 
 
@@ -208,7 +209,7 @@ def _shortened(name: str) -> str:
 
 
 def _compact(tokens: int) -> str:
-    """With three digits or so."""
+    """Return a number with about three digits."""
     for size, unit in ((10**6, "M"), (10**3, "K")):
         if tokens >= 10 * size:
             return f"{tokens / size:,.0f}{unit}"

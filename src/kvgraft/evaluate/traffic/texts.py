@@ -1,4 +1,4 @@
-"""The texts that recorded requests hold."""
+"""Texts of recorded requests."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,11 +8,11 @@ from kvgraft.evaluate.traffic.records import BadLine, Conversation, LoggedReques
 
 
 def read_messages(paths: Sequence[Path]) -> dict[str, str]:
-    """The messages and prompts of a trace, each once, by where they stand first; prompts of token
+    """Return the messages and prompts of a trace, each once, by their first place. Prompts of token
     ids are left out.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such file, a line that cannot be read, or no
+        FileNotFoundError, ValueError: there is no such file, a line cannot be read, or there is no
             text.
     """
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""From prompts of a trace to token ids. What a conversation repeats is tokenised once."""
+"""Token ids of a trace's prompts. Repeated text of a conversation is tokenised once."""
 
 import json
 import re
@@ -20,19 +20,20 @@ from kvgraft.evaluate.traffic.records import (
 )
 from kvgraft.segments.segmentation import ANCHORS
 
-REMEMBERED = 1 << 16  # pieces of text whose tokens are kept
+# pieces of text whose tokens are cached
+REMEMBERED = 1 << 16
 _PIECE = re.compile(r"\s?[A-Za-z]{1,6}|\s?\d{1,3}|\s+|.", re.DOTALL)
-# of pieces: beyond every vocabulary, so that they are never taken for token ids of a trace
+# first token id of pieces: beyond every vocabulary, so that they never equal token ids of a trace
 _FIRST_ID = 1 << 24
 
 
 class TokenReader(Protocol):
-    """What makes tokens of text.
+    """Tokenizer of prompts.
 
     Attributes:
-        name: for reports.
-        unknown_id: of all words that it does not know, or None.
-        anchors: tokens that begin a segment, for near-duplicates.
+        name: name for reports.
+        unknown_id: token id of all unknown words, or None.
+        anchors: token sequences that begin a segment, for near-duplicates.
     """
 
     name: str
@@ -40,18 +41,20 @@ class TokenReader(Protocol):
     anchors: list[list[int]]
 
     def pieces(self, prompt: str | Conversation) -> list[np.ndarray]:
-        """Token ids int32 of a prompt, cut where messages begin as far as the tokenizer knows
-        where."""
+        """Return the token ids of a prompt, int32, cut at the beginnings of messages where the
+        tokenizer knows them.
+        """
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids int32 of a text that stands somewhere in a prompt."""
+        """Return the token ids of a text within a prompt, int32."""
 
 
 class ModelTokens:
-    """A Hugging Face tokenizer and its chat template, as a server of that model would use them.
+    """A Hugging Face tokenizer and its chat template, as a server of that model uses them.
 
-    Rendered text is cut before the special tokens in it: no token reaches over those, so what
-    follows one is tokenised on its own to the same tokens, and once for all prompts."""
+    Rendered text is cut before its special tokens. No token crosses these, so the text after one
+    always has the same tokens, and is tokenised once for all prompts.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.name = str(directory)
@@ -103,9 +106,11 @@ class ModelTokens:
 
 
 class WordPieces:
-    """Words, cut into pieces about as long as a tokenizer's tokens, with a vocabulary that grows:
-    for those who have no tokenizer at hand. Equal texts have equal tokens, which is what reuse
-    depends on; how many is an estimate."""
+    """Words, cut into pieces about as long as a tokenizer's tokens, for use without a tokenizer.
+
+    Equal texts have equal tokens, on which reuse depends. The number of tokens is an estimate. The
+    vocabulary grows with the text.
+    """
 
     name = "pieces of words"
     unknown_id: int | None = None
@@ -133,16 +138,18 @@ class WordPieces:
 
 
 def open_tokens(directory: Path | None) -> TokenReader:
-    """The tokenizer of a directory, or `WordPieces`."""
+    """Return the tokenizer of a directory, or `WordPieces`."""
     return WordPieces() if directory is None else ModelTokens(directory)
 
 
 def pieces_of(prompt: Prompt | HashedPrompt, reader: TokenReader) -> list[np.ndarray]:
-    """Token ids int32 of a prompt, cut where messages begin as far as that is known; ids are taken
-    as they are; those of blocks without text are made up, equal ones for equal blocks.
+    """Return the token ids of a prompt, int32, cut at the beginnings of messages where known.
+
+    Given token ids are unchanged. Blocks without text get artificial ids, equal ones for equal
+    blocks.
 
     Raises:
-        BadLine: it has no tokens, or the chat template refuses it.
+        BadLine: the prompt has no tokens, or the chat template refuses it.
     """
     if isinstance(prompt, HashedPrompt):
         pieces = [_made_up(prompt)]
@@ -157,7 +164,7 @@ def pieces_of(prompt: Prompt | HashedPrompt, reader: TokenReader) -> list[np.nda
 
 
 def _made_up(prompt: HashedPrompt) -> np.ndarray:
-    """Others in every block."""
+    """Return artificial token ids, different in every block."""
     firsts = BLOCK_TOKENS * np.array(prompt.ids, np.int32)
     return (firsts[:, None] + np.arange(BLOCK_TOKENS, dtype=np.int32)).reshape(-1)[
         : prompt.num_tokens
@@ -165,7 +172,9 @@ def _made_up(prompt: HashedPrompt) -> np.ndarray:
 
 
 def role_marked(prompt: Conversation) -> list[str]:
-    """A conversation without a template: the tools, and each message behind a mark of its role."""
+    """Return a conversation without a template: the tools, and each message after a mark of its
+    role.
+    """
     tools = [f"<|tools|>\n{json.dumps(prompt.tools)}\n"] if prompt.tools else []
     return [*tools, *map(_as_text, prompt.messages), "<|assistant|>\n"]
 
@@ -176,6 +185,7 @@ def _as_text(message: Mapping[str, Any]) -> str:
 
 
 def _stands_alone(token: Any) -> bool:
-    """Whether an added token is found in a text as it is, whatever stands beside it, and takes
-    nothing of that."""
+    """Return whether an added token is always found in a text, and takes no characters around
+    it.
+    """
     return not (token.lstrip or token.rstrip or token.single_word or token.normalized)

@@ -20,11 +20,11 @@ class TracedRequest:
     """One request.
 
     Attributes:
-        tokens: of its prompt, int32 [T].
-        segments: where its messages begin, int64 [s], as far as they are known; 0 is the first.
-        answer: tokens of its answer, int32 [a]; none if the trace does not have it.
-        num_answered: how many those are, where that is all that the trace has.
-        turn: which one of its session it is, from 1.
+        tokens: tokens of the prompt, int32 [T].
+        segments: beginnings of its messages, int64 [s], where known; 0 is the first.
+        answer: tokens of the answer, int32 [a]; empty if the trace lacks them.
+        num_answered: number of answer tokens, if the trace has only their number.
+        turn: number of the request in its session, from 1.
     """
 
     session: str
@@ -38,13 +38,13 @@ class TracedRequest:
 
 @dataclass(frozen=True, eq=False)
 class RequestTrace:
-    """Requests in the order in which they are replayed.
+    """Requests in the order of their replay.
 
     Attributes:
-        by_time: that of their timestamps; else sessions take turns.
-        bad_lines: why lines were skipped.
-        left_out: files of directories that are of another kind.
-        num_unknown: tokens of prompts that stand for a word that the tokenizer does not know.
+        by_time: True if the order is that of timestamps; otherwise sessions take turns.
+        bad_lines: reasons of skipped lines.
+        left_out: files in directories with another suffix.
+        num_unknown: prompt tokens for words that the tokenizer does not know.
     """
 
     requests: tuple[TracedRequest, ...]
@@ -56,11 +56,13 @@ class RequestTrace:
 
     @property
     def num_tokens(self) -> int:
-        """Of all prompts."""
+        """Number of tokens of all prompts."""
         return sum(len(request.tokens) for request in self.requests)
 
     def by_session(self) -> dict[str, list[TracedRequest]]:
-        """The requests of each session, in order; sessions by their first request."""
+        """Return the requests of each session in order; sessions are in the order of their first
+        requests.
+        """
         sessions: dict[str, list[TracedRequest]] = {}
         for request in self.requests:
             sessions.setdefault(request.session, []).append(request)
@@ -77,8 +79,8 @@ def read_trace(
     """Read files, and directories of files.
 
     Raises:
-        FileNotFoundError: there is no such file, or none to read in a directory.
-        ValueError: a line cannot be read (unless those are skipped), or there is no request at all.
+        FileNotFoundError: a path does not exist, or a directory has no file to read.
+        ValueError: a line cannot be read (unless bad lines are skipped), or there is no request.
     """
     files, left_out = find_files(paths)
     requests: list[TracedRequest] = []
@@ -113,7 +115,9 @@ def read_trace(
 def _requests(
     file: TraceFile, reader: TokenReader
 ) -> Iterator[tuple[str, TracedRequest | BadLine]]:
-    """The requests of a file; each answer is given to its own, which may be out by then."""
+    """Yield the requests of a file. An answer is added to its request, even one that has been
+    yielded.
+    """
     by_id: dict[str, TracedRequest] = {}
     last: TracedRequest | None = None
     for session, (place, said) in read_file(file):
@@ -150,7 +154,7 @@ def _time(request: TracedRequest) -> float:
 
 
 def _taking_turns(requests: Sequence[TracedRequest]) -> Iterator[TracedRequest]:
-    """The first request of every session, then the second ones, and so on."""
+    """Yield the first request of every session, then the second ones, and so on."""
     sessions: dict[str, list[TracedRequest]] = {}
     for request in requests:
         sessions.setdefault(request.session, []).append(request)

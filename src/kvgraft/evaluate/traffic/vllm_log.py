@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvgraft.evaluate.traffic.records import BadLine, LoggedAnswer, LoggedRequest
 
 _QUOTED = r"""'[^'\\]*+(?:\\.[^'\\]*+)*+'|"[^"\\]*+(?:\\.[^"\\]*+)*+\""""
-# the first form up to vLLM 0.12 or so, the second one since then, of log level DEBUG
+# first form: vLLM up to about 0.12; second form: later versions, at log level DEBUG
 _REQUEST = re.compile(
     r"(?:Received request (?P<old>\S+)|Request (?P<id>\S+) details): "
     rf"prompt: (?P<prompt>None|{_QUOTED}), (?:params: .*?, )?prompt_token_ids: (?P<ids>None|\[[\d, "
@@ -16,7 +16,8 @@ _REQUEST = re.compile(
 _ANSWER = re.compile(
     rf"Generated response (?P<id>\S+)(?: \(streaming complete\))?: output: (?P<text>{_QUOTED})"
 )
-_LINE = re.compile(  # vLLM's own, and those of the server below it
+# prefixes of log lines: vLLM's own, and those of its HTTP server
+_LINE = re.compile(
     r"^(?:\(\w+ pid=\d+\)\s+)?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d "
     r"\[|INFO:\s+)",
     re.MULTILINE,
@@ -30,13 +31,14 @@ WITHOUT_REQUESTS = f"this log has no request: {_HOW}"
 
 
 def is_log(text: str) -> bool:
-    """Whether a text has lines as vLLM writes them."""
+    """Return whether a text has lines in vLLM's log format."""
     return any(pattern.search(text) for pattern in (_REQUEST, _BARE, _LINE))
 
 
 def read_log(lines: list[str]) -> Iterator[tuple[int, LoggedRequest | LoggedAnswer | BadLine]]:
-    """Requests and answers with their line numbers from 1; what else is logged is passed over,
-    unless that is all."""
+    """Yield requests and answers with their line numbers from 1. Other lines are skipped, unless
+    there are no requests.
+    """
     has_prompts, bare = False, 0
     for number, line in enumerate(lines, 1):
         if found := _REQUEST.search(line):
@@ -51,7 +53,7 @@ def read_log(lines: list[str]) -> Iterator[tuple[int, LoggedRequest | LoggedAnsw
 
 
 def _request(found: re.Match[str]) -> LoggedRequest | BadLine:
-    """By its token ids if they were logged, which are those that the model read."""
+    """Return a request, by its token ids if they were logged. These are what the model read."""
     request_id = found["old"] or found["id"]
     if found["ids"] not in ("None", "[]"):
         return LoggedRequest(tuple(map(int, found["ids"][1:-1].split(","))), request_id=request_id)
@@ -61,6 +63,6 @@ def _request(found: re.Match[str]) -> LoggedRequest | BadLine:
 
 
 def _unquoted(literal: str) -> str:
-    # of a literal that the pattern has found to be one string
+    # parses a literal that the pattern has found to be one string
     text: str = ast.literal_eval(literal)
     return text
