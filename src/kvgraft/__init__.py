@@ -35,8 +35,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What is asked for by name is imported then: torch takes seconds, which no `--help` and no
-    plugin needs."""
+    """Import a public name on first use. Importing torch takes seconds, and neither `--help` nor
+    plugins need it.
+    """
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(module), name)

@@ -1,5 +1,7 @@
-"""Methods (policies, flows) by name and options, as users write them: `name` or
-`name:option=value,option=value`; and checks that they share for their options."""
+"""Methods (policies, flows) by name and options, and shared checks of their options.
+
+Users write `name` or `name:option=value,option=value`.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,11 +11,12 @@ from typing import Any, TypeVar, cast
 Option = int | float | str | tuple[int, ...]
 
 
-AnyMethod = TypeVar("AnyMethod")  # a frozen dataclass, whose fields are its options
+# a frozen dataclass, whose fields are its options
+AnyMethod = TypeVar("AnyMethod")
 
 
 class UnknownOption(ValueError):
-    """A method has no such option."""
+    """Error of an option that a method does not have."""
 
 
 def make(
@@ -23,7 +26,7 @@ def make(
 
     Raises:
         ValueError: an unknown name or option (the message lists the known ones), a number of layers
-            beside a share of them, or a value out of range.
+            together with a share of them, or a value out of range.
     """
     if name not in known:
         raise ValueError(f"unknown {kind} {name!r}: choose from {', '.join(sorted(known))}")
@@ -32,7 +35,7 @@ def make(
 
 
 def check_options(what: str, method: type[Any], options: Iterable[str]) -> None:
-    """Raise ValueError, as `make` does, unless a method can be given these options together."""
+    """Raise ValueError, as `make` does, unless a method accepts these options together."""
     given, allowed = set(options), [field.name for field in fields(cast(Any, method))]
     for option in options:
         if option not in allowed:
@@ -44,14 +47,15 @@ def check_options(what: str, method: type[Any], options: Iterable[str]) -> None:
 
 
 def layers_share(option: str) -> str:
-    """The option that gives as a share of all layers what `option` (`..._layers`) gives as a
-    number."""
+    """Return the name of the option that gives the number of layers in `option` (`..._layers`) as a
+    share of all layers.
+    """
     return f"{option.removesuffix('_layers')}_share"
 
 
 def parse(kind: str, text: str) -> tuple[str, dict[str, Option]]:
-    """Name and options of `name:option=value,...`; numbers as in Python, `0+2` is a list of
-    integers.
+    """Return name and options of `name:option=value,...`. Numbers are as in Python; `0+2` is a list
+    of integers.
 
     Raises:
         ValueError: an option without a value.
@@ -67,6 +71,7 @@ def parse(kind: str, text: str) -> tuple[str, dict[str, Option]]:
 
 
 def _value(text: str) -> Option:
+    """Return a value as int, float, list of integers or text, the first that fits."""
     for kind in (int, float, lambda listed: tuple(map(int, listed.split("+")))):
         try:
             return kind(text)
@@ -114,7 +119,9 @@ def require_layers(method: Any, option: str) -> None:
 
 
 def count_layers(count: int | None, share: float, num_layers: int) -> int:
-    """Of `num_layers` layers so many, or if `count` is None that share of them, rounded up."""
+    """Return the number of layers: `count`, or if it is None the `share` of `num_layers`, rounded
+    up.
+    """
     return math.ceil(share * num_layers - 1e-9) if count is None else min(count, num_layers)
 
 

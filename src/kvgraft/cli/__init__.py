@@ -1,7 +1,8 @@
 """The `kvgraft` command: thin wrappers around the engine and the evaluation code.
 
-Commands import what they run when they run: torch and transformers take seconds, which no `--help`
-needs."""
+Commands import their dependencies when they run. Importing torch and transformers takes seconds,
+and `--help` does not need them.
+"""
 
 import sys
 from collections.abc import Callable
@@ -27,13 +28,14 @@ from kvgraft.cli.options import app
 
 
 def main() -> None:
-    """Entry point: what the user can mend is one line on stderr and exit code 2, never a
-    traceback."""
+    """Run the command line. An error that users can fix is one line on stderr and exit code 2,
+    never a traceback.
+    """
     raise SystemExit(run(app))
 
 
 def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
-    """Run a command line; returns its exit code."""
+    """Run a command line, and return its exit code."""
     try:
         code = command(args=arguments, standalone_mode=False)
     except typer.Exit as stop:

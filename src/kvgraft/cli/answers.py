@@ -197,7 +197,9 @@ def _read_document(path: Path) -> str:
 
 
 def _behind(documents: Sequence[str], prompt: str) -> str:
-    """The prompt, and before it the documents that it does not hold, each a segment."""
+    """Return the prompt after the documents that it does not contain; each document is a
+    segment.
+    """
     missing = [document for document in documents if document.strip() not in prompt]
     return "".join(f"{mark(document)}\n" for document in missing) + prompt
 
@@ -215,7 +217,7 @@ def _store_options(directory: Path | None, size_gib: float | None) -> "StoreOpti
 
 
 def _read_first(engine: "Engine", texts: list[str], namespace: str) -> int:
-    """Make the model read texts; returns how many blocks of them came back from the store."""
+    """Prefill texts, and return the number of their blocks that came from the store."""
     from kvgraft.engine.request import Request
     from kvgraft.engine.sampling import SamplingParams
 
@@ -229,7 +231,7 @@ def _read_first(engine: "Engine", texts: list[str], namespace: str) -> int:
 
 
 def _answer(engine: "Engine", request: "Request", *, echo: bool) -> "Result":
-    """Answer a request, with `echo` onto stdout as it goes."""
+    """Answer a request. With `echo`, write the text to stdout as it is generated."""
     final: Result | None = None
     for event in engine.stream([request]):
         if echo:
@@ -241,7 +243,7 @@ def _answer(engine: "Engine", request: "Request", *, echo: bool) -> "Result":
 
 
 def _print_report(result: "Result", num_restored: int | None) -> None:
-    """One line; blocks that came back from a store, if there is one."""
+    """Print a report in one line, with the blocks from a store if there is one."""
     report = result.report
     stages = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in report.stages.items())
     console.print(

@@ -23,7 +23,8 @@ from kvgraft.cli.options import (
 from kvgraft.evaluate.progress import progress_bar
 from kvgraft.testbed import MODEL_DIR
 
-BUNDLED_TEXTS = 16  # of each task
+# bundled texts of each task
+BUNDLED_TEXTS = 16
 
 
 @app.command()
@@ -95,8 +96,9 @@ def calibrate(
 def _texts(
     files: Sequence[Path], trace: Sequence[Path], *, bundled: bool
 ) -> tuple[dict[str, str], str]:
-    """Texts by name, and what they are: if none are given, what the bundled model, or any other,
-    can read."""
+    """Return texts by name, and their description. By default they are texts that the bundled
+    model, or any other, can read.
+    """
     if files and trace:
         raise ValueError("give either --texts or --trace, not both")
     if trace:

@@ -1,4 +1,4 @@
-"""Commands about flows: what there are, what one does, and how good they are."""
+"""Commands about flows: list them, explain one, and measure them."""
 
 from pathlib import Path
 from typing import Annotated

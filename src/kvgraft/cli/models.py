@@ -1,4 +1,4 @@
-"""Commands about models that have a name."""
+"""Commands about installed models."""
 
 from typing import Annotated, Any
 

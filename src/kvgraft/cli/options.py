@@ -1,4 +1,4 @@
-"""What commands share: the application, options, loading and printing."""
+"""Shared parts of commands: the application, options, loading and printing."""
 
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -85,12 +85,12 @@ def _main(
 
 
 def find(model: Path) -> Path:
-    """The directory of a model; one that can be had by name is fetched if it is not here yet."""
+    """Return the directory of a model. A known model that is not here yet is downloaded."""
     return find_model(model, fetch=True)
 
 
 def load(model: Path, **settings: Any) -> "Engine":
-    """The native engine, with a sign of life while it reads the weights."""
+    """Return the native engine. A status line is shown while the weights load."""
     model = find(model)
     from kvgraft.engine.engine import Engine
 
@@ -99,7 +99,7 @@ def load(model: Path, **settings: Any) -> "Engine":
 
 
 def print_json(value: Any) -> None:
-    """Anything of dataclasses, structs and plain values."""
+    """Print dataclasses, structs and plain values as JSON."""
     print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
@@ -112,8 +112,7 @@ def show(value: Any, table: "RenderableType", *, as_json: bool) -> None:
 
 
 def check_output(path: Path | None, option: str = "--out") -> None:
-    """Refuse, before anything takes time, what could not be written in the end; None: nothing is to
-    be written.
+    """Check before the work starts that an output file can be written. None means no output.
 
     Raises:
         OSError: there is no such directory, or no file can be written there; the message names the

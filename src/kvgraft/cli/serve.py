@@ -1,4 +1,4 @@
-"""The command that starts a server, and what can be said of one without starting it."""
+"""Command that starts a server, and prints information about one without starting it."""
 
 import os
 from typing import TYPE_CHECKING

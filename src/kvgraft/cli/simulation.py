@@ -1,4 +1,4 @@
-"""The command that simulates a fleet."""
+"""Command that simulates a fleet."""
 
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from kvgraft.fleet.simulation.traffic import Traffic
     from kvgraft.prefill.costs import Costs
 
-TOKENS_PER_SECOND = 8000.0  # of one prefill, where nothing was measured
-MOST = 1024  # servers
+# default speed of one prefill, without measurements
+TOKENS_PER_SECOND = 8000.0
+# maximum number of servers
+MOST = 1024
 ROUTERS = "random,least-loaded,prefix-aware,segment-aware"
 
 
@@ -126,7 +128,7 @@ def _read(paths: list[Path], tokenizer: Path | None, *, skips: bool) -> "Request
 
 
 def _shape(kind: str, documents: int | None, question: int | None) -> "TrafficShape":
-    """Of generated traffic, with what was given instead of its own."""
+    """Return the shape of generated traffic, with the given values in place of the defaults."""
     from kvgraft.fleet.simulation.generated import KINDS
 
     if kind not in KINDS:
@@ -138,7 +140,7 @@ def _shape(kind: str, documents: int | None, question: int | None) -> "TrafficSh
 
 
 def _priced(costs: str, tokens_per_second: float | None) -> "Costs":
-    """Seconds, also of tokens."""
+    """Return costs in seconds. Costs in tokens are converted."""
     from kvgraft.prefill.costs import TOKENS, Costs, find_costs
 
     found = find_costs(costs, refuse_measuring)
@@ -154,7 +156,7 @@ def _priced(costs: str, tokens_per_second: float | None) -> "Costs":
 
 
 def _numbers(servers: str) -> tuple[int, ...]:
-    """Of servers."""
+    """Return the numbers of servers."""
     found = tuple(int(part) if part.strip().isdecimal() else 0 for part in servers.split(","))
     if not all(1 <= number <= MOST for number in found):
         raise ValueError(f"--servers {servers!r}: must be numbers from 1 to {MOST}, as 8 or 8,64")
@@ -179,14 +181,14 @@ def _check_positive(**given: float | None) -> None:
 
 
 def _refuse(what: str, **given: object) -> None:
-    """Options that would have no effect."""
+    """Raise an error for options that would have no effect."""
     for name, value in given.items():
         if value not in (None, False):
             raise ValueError(f"--{name.replace('_', '-')} is {what}")
 
 
 def _write(study: "FleetStudy", html: Path | None, plot: Path | None, *, as_json: bool) -> None:
-    """The table or JSON, and then the page and the picture, as far as they are wanted."""
+    """Print the table or JSON, then write the page and the figure if requested."""
     from kvgraft.fleet.simulation.tables import render
 
     show(study, render(study), as_json=as_json)

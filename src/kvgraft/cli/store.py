@@ -1,4 +1,4 @@
-"""Commands about what a chunk store holds on disk, for its operator; processes may be using it."""
+"""Commands about a chunk store on disk, for its operator. Processes may be using it."""
 
 import sqlite3
 import time
@@ -21,7 +21,8 @@ from kvgraft.segments.store import StoreDirectory, StoreOptions
 from kvgraft.segments.store.catalogue import CatalogueDamaged, CatalogueRow
 from kvgraft.segments.store.secret import CACHE_SECRET, given_secret
 
-SHORT_KEY = 12  # hexadecimal digits in tables
+# hexadecimal digits of a key in tables
+SHORT_KEY = 12
 store_app = typer.Typer(name="store", help="What a store holds on disk.", no_args_is_help=True)
 app.add_typer(store_app)
 DirOption = Annotated[Path, typer.Option("--dir", help="Directory of the store.")]
@@ -169,7 +170,7 @@ def collect_garbage(
 
 @contextmanager
 def _opened(directory: Path) -> Iterator[StoreDirectory]:
-    """The directory of a store; ValueError where an operator can mend what is wrong."""
+    """Open the directory of a store. Raise ValueError for errors that an operator can fix."""
     if not directory.is_dir():
         raise NotADirectoryError(f"{directory} is not a directory")
     try:
@@ -184,7 +185,7 @@ def _opened(directory: Path) -> Iterator[StoreDirectory]:
 
 
 def _find(store: StoreDirectory, keys: Iterable[str]) -> list[CatalogueRow]:
-    """The rows of keys, each once, before anything is done to one of them."""
+    """Return the rows of keys, each once, before any of them is changed."""
     if not all(keys):
         raise ValueError("a key must have at least one digit")
     found = {row.key: row for row in map(store.show, keys)}
@@ -192,8 +193,9 @@ def _find(store: StoreDirectory, keys: Iterable[str]) -> list[CatalogueRow]:
 
 
 def _remove_shared(rows: Iterable[CatalogueRow], directory: Path, url: str) -> None:
-    """Remove chunks from the shared tier of servers with this directory, which may be that of a
-    rank; ValueError if that cannot be done."""
+    """Remove chunks from the shared tier of servers with this directory, which may be a rank's.
+    Raise ValueError if that fails.
+    """
     rank = directory.name.removeprefix("rank-") if directory.name.startswith("rank-") else None
     base = directory if rank is None else directory.parent
     if given_secret() is None and not (base / "secret").exists():
@@ -204,7 +206,7 @@ def _remove_shared(rows: Iterable[CatalogueRow], directory: Path, url: str) -> N
     try:
         if options.sharing is not None:
             options.sharing.remove(row.record for row in rows)
-    except Exception as error:  # whatever the client raises
+    except Exception as error:  # clients raise errors of many types
         raise ValueError(
             f"the shared tier cannot be used, nothing was dropped: {error!r}"
         ) from error
@@ -219,7 +221,7 @@ def _set_pinned(keys: list[str], directory: Path, pinned: bool, as_json: bool) -
 
 
 def _tell(rows: Sequence[CatalogueRow], what: str, as_json: bool) -> None:
-    """What was done to chunks."""
+    """Print the result of a change to chunks."""
     if as_json:
         print_json([_entry(row) for row in rows])
         return
@@ -239,7 +241,7 @@ def _namespace(row: CatalogueRow) -> str:
 
 
 def _entry(row: CatalogueRow) -> dict[str, Any]:
-    """A chunk in one line; times in seconds since the epoch."""
+    """Return a chunk as one line; times in seconds since the epoch."""
     chunk = row.record.chunk
     return {
         "key": row.key.hex(), "namespace": chunk.namespace, "tokens": len(chunk.tokens),
@@ -249,7 +251,7 @@ def _entry(row: CatalogueRow) -> dict[str, Any]:
 
 
 def _details(row: CatalogueRow) -> dict[str, Any]:
-    """As `_entry`, and all that is behind it but the tokens."""
+    """Return `_entry` with all other data of the chunk except its tokens."""
     chunk = row.record.chunk
     return _entry(row) | {
         "blocks": chunk.num_blocks, "block_size": chunk.block_size, "source": chunk.source,
@@ -306,7 +308,7 @@ def _amount(name: str, value: int) -> str:
 
 
 def _ago(seconds: float) -> str:
-    """A time in its largest unit."""
+    """Return a time in its largest unit."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds // size:.0f} {unit} ago"
@@ -322,7 +324,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _text(row: CatalogueRow, model: Path) -> str:
-    """The text of a chunk. ValueError if the model has no such tokens."""
+    """Return the text of a chunk. Raise ValueError if the model does not have its tokens."""
     from kvgraft.engine.text import load_tokenizer
 
     tokenizer, tokens = load_tokenizer(find(model)), row.record.chunk.tokens
@@ -334,7 +336,7 @@ def _text(row: CatalogueRow, model: Path) -> str:
 
 
 def _printable(text: str) -> Text:
-    """What others wrote, without what a terminal would take for a command."""
+    """Return text of others without terminal control codes."""
     return Text(
         "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     )

@@ -1,4 +1,4 @@
-"""The command about recorded traffic."""
+"""Command about recorded traffic."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -99,7 +99,7 @@ def analyze(
 
 
 def _write(analysed: "Analysed", html: Path | None, plot: Path | None) -> None:
-    """The page and the picture, as far as they are wanted."""
+    """Write the page and the figure, if requested."""
     if html is not None:
         from kvgraft.evaluate.traffic.page import render_page
 
@@ -111,7 +111,7 @@ def _write(analysed: "Analysed", html: Path | None, plot: Path | None) -> None:
 
 
 def parse_pool(text: str) -> int | None:
-    """Tokens of a pool; None is without a limit."""
+    """Return the tokens of a pool; None has no limit."""
     text = text.strip()
     if text == "unlimited":
         return None
@@ -126,7 +126,7 @@ def parse_pool(text: str) -> int | None:
 
 
 def check_outputs(plot: Path | None, html: Path | None) -> None:
-    """Refuse, before anything takes time, what could not be written in the end."""
+    """Check before the work starts that the output files can be written."""
     check_output(plot, "--plot")
     check_output(html, "--html")
     if plot is not None and plot.suffix != ".png":
@@ -136,7 +136,7 @@ def check_outputs(plot: Path | None, html: Path | None) -> None:
 
 
 def refuse_measuring() -> NoReturn:
-    """Costs are measured of a model."""
+    """Refuse to measure costs, because that needs a model."""
     raise ValueError(
         "--costs measured: no model runs here; give tokens, or a file that profile-costs has "
         "written"

@@ -1,4 +1,4 @@
-"""Models by name: fetched, or made of GGUF files, and kept in the user's cache directory."""
+"""Models by name, downloaded or converted from GGUF files, in the user's cache directory."""
 
 from kvgraft.models.find import find_model, is_name
 from kvgraft.models.get import get_model

@@ -1,4 +1,4 @@
-"""GGUF files as Hugging Face directories, which both the native engine and vLLM read."""
+"""Conversion of GGUF files to Hugging Face directories, which the native engine and vLLM read."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,12 +12,14 @@ from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ARCHITECTURES = {  # by what GGUF files call them; those of Mistral models say llama, too
+# by their names in GGUF files; Mistral models are named llama
+ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-END_OF_ANSWER = ("eos", "eot", "eom")  # of text, turn, message
+# end tokens of a text, a turn, a message
+END_OF_ANSWER = ("eos", "eot", "eom")
 
 
 def convert(gguf: Path, out: Path) -> None:
@@ -25,8 +27,8 @@ def convert(gguf: Path, out: Path) -> None:
     template.
 
     Raises:
-        ValueError: it is no GGUF file, holds another architecture, or something that would be lost
-            on the way.
+        ValueError: the file is not GGUF, has another architecture, or has data that the conversion
+            would lose.
     """
     metadata, num_tensors = _read(gguf)
     architecture = str(metadata.get("general.architecture"))
@@ -63,18 +65,19 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def _read(gguf: Path) -> tuple[dict[str, Any], int]:
-    """The metadata without its arrays, and the number of tensors."""
+    """Return the metadata without its arrays, and the number of tensors."""
     try:
         reader = GGUFReader(gguf)
         fields = {name: field for name, field in reader.fields.items() if len(field.types) == 1}
         return {name: field.contents() for name, field in fields.items()}, len(reader.tensors)
-    except Exception as error:  # of many kinds, whatever the bytes happen to mean
+    except Exception as error:  # the type depends on the bytes of the file
         raise ValueError(f"not a GGUF file that can be read: {error}") from error
 
 
 def _left_out(metadata: Mapping[str, Any], architecture: str) -> Iterator[str]:
-    """What transformers does not take over of these architectures, so that the model would be
-    another one."""
+    """Yield the metadata that transformers ignores for these architectures, although it changes the
+    model.
+    """
     if experts := metadata.get(f"{architecture}.expert_count"):
         yield f"{experts} experts"
     if (scaling := metadata.get(f"{architecture}.rope.scaling.type", "none")) != "none":
@@ -93,13 +96,13 @@ def _refuse(reasons: list[str]) -> None:
 
 
 def _load(gguf: Path) -> tuple[Any, Any]:
-    """Model in float32 and tokenizer; no code is run, nothing downloaded."""
+    """Load model in float32 and tokenizer, without running code or downloading."""
     where, options = (
         str(gguf.parent),
         {"gguf_file": gguf.name, "local_files_only": True, "trust_remote_code": False},
     )
     try:
-        with redirect_stderr(StringIO()):  # bars of transformers
+        with redirect_stderr(StringIO()):  # hides progress bars of transformers
             tokenizer = AutoTokenizer.from_pretrained(where, **options)
             model, found = AutoModelForCausalLM.from_pretrained(
                 where, dtype="float32", output_loading_info=True, **options
@@ -114,15 +117,18 @@ def _load(gguf: Path) -> tuple[Any, Any]:
 
 
 def _special_ids(metadata: Mapping[str, Any]) -> dict[str, int | None]:
-    """Ids as config.json has them. What transformers reads of a GGUF file are its own defaults."""
+    """Return special token ids for config.json. For GGUF files transformers uses its own
+    defaults.
+    """
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     found = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
     return {name: None if value is None else int(value) for name, value in found.items()}
 
 
 def _begin_as_told(tokenizer: Any, add_bos: bool | None) -> None:
-    """Make the tokenizer put the beginning-of-sequence token before a text, or not, as the file
-    says."""
+    """Configure whether the tokenizer puts the beginning-of-sequence token before a text, as the
+    file says.
+    """
     bos = tokenizer.bos_token_id
     if add_bos is None or bos is None or (tokenizer.encode("a")[:1] == [bos]) == bool(add_bos):
         return

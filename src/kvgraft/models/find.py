@@ -1,4 +1,4 @@
-"""From what a user calls a model to its directory."""
+"""Directories of models from the names that users give."""
 
 import sys
 from pathlib import Path
@@ -9,22 +9,21 @@ from kvgraft.models.named import NAME, find_named, named_models
 
 
 def is_name(model: str | Path) -> bool:
-    """Whether this can only be the name of a model: no directory, and no path of one."""
+    """Return whether this can only be the name of a model: neither a directory nor a path."""
     return NAME.fullmatch(str(model)) is not None and not Path(model).is_dir()
 
 
 def find_model(model: str | Path, *, fetch: bool = False) -> Path:
-    """The directory of a model.
+    """Return the directory of a model.
 
     Args:
-        model: a directory, which always wins; or the name of a model. Other paths are given back as
-            they are.
-        fetch: get a known model that is not here yet, after a line on stderr that says so.
+        model: a directory, which takes precedence, or the name of a model. Other paths are returned
+            unchanged.
+        fetch: download a known model that is not here yet, after a line on stderr.
 
     Raises:
-        FileNotFoundError: no model of this name is here, and none can be had; the message lists
-            those that are.
-        OSError, ValueError: it was to be fetched, and could not be; the message says what to do.
+        FileNotFoundError: no model of this name is here or known; the message lists those that are.
+        OSError, ValueError: the download failed; the message says what to do.
     """
     if not is_name(model):
         return Path(model)

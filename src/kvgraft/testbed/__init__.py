@@ -1,8 +1,9 @@
-"""A small bundled language model and the tasks that it was trained on.
+"""A small bundled language model and its training tasks.
 
 The model (8 layers, 475 words, up to 4608 tokens) answers questions that need one fact, or several
-facts from different places in its prompt. Its answers tell whether reused KV still means what
-freshly computed KV means."""
+facts from different places in its prompt. Its answers show whether reused KV has the same meaning
+as freshly computed KV.
+"""
 
 from pathlib import Path
 

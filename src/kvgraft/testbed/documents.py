@@ -1,4 +1,4 @@
-"""Small texts of facts among filler, written so that their questions (`tasks`) have answers."""
+"""Short texts of facts among filler, whose questions (`tasks`) have answers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,16 +9,19 @@ from kvgraft.testbed.tasks import FAVOURITES
 
 Order = tuple[int, ...]
 MAX_HOPS = 3
-POLLED = 5  # variables that one `poll` asks
-COMPANY = 5  # things that belong to one of `theirs`
+# number of variables in one `poll`
+POLLED = 5
+# number of things that belong to one `theirs`
+COMPANY = 5
 
 
 @dataclass(frozen=True)
 class Facts:
-    """How many questions of each task to write facts for; `size` scales what is counted (1 to 4).
+    """Number of questions for which facts are written, by task. `size` scales counted facts (1 to
+    4).
 
     Raises:
-        ValueError: the vocabulary has too few things, names or variables for so many.
+        ValueError: the vocabulary has too few things, names or variables.
     """
 
     needle: int = 0
@@ -51,11 +54,12 @@ class Facts:
             raise ValueError(f"size must be 1 to {len(_SKEWED)}, got {self.size}")
 
 
-_SKEWED = ((4, 2), (6, 3), (9, 5), (12, 6))  # how often the two most frequent words occur, by size
+# counts of the two most frequent words, by size
+_SKEWED = ((4, 2), (6, 3), (9, 5), (12, 6))
 
 
 def make_glossary(rng: Random, colours: Sequence[str], count: int) -> str:
-    """An instruction of `count` notes, each giving one of `colours` a number."""
+    """Return an instruction of `count` notes. Each gives one of `colours` a number."""
     return " ".join(
         f"note {colour} means {rng.choice(vocabulary.NUMBERS)} ."
         for colour in rng.sample(colours, count)
@@ -67,22 +71,23 @@ def make_documents(
     colours: Sequence[str] = (),
     max_hops: int = MAX_HOPS,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Documents of about `num_tokens` words together, with `facts` at random places among filler.
+    """Return documents of about `num_tokens` words together, with `facts` at random places among
+    filler.
 
     Each chain of facts can be read in one of `orders` (permutations of the documents), drawn for
-    each chain; in another order it may not be answerable. `colours` are the paints of the
-    `glossary` facts; a variable is at most `max_hops` other variables away from its number.
+    each chain. In another order it may not be answerable. `colours` are the paints of the
+    `glossary` facts. A variable is at most `max_hops` other variables away from its number.
 
     Raises:
         ValueError: `orders` are not permutations of the same 0..n-1; the facts need more words than
-            `num_tokens`; there are `glossary` facts and no `colours`.
+            `num_tokens`; or there are `glossary` facts without `colours`.
     """
     documents = range(len(orders[0]) if orders else 0)
     if not documents or any(sorted(order) != list(documents) for order in orders):
         raise ValueError(f"orders must be permutations of the same numbers 0..n-1, got {orders}")
     if facts.glossary and not colours:
         raise ValueError(f"colours must be given for {facts.glossary} glossary facts, got none")
-    placed: list[tuple[int, float, str]] = []  # (document, place in it, sentence)
+    placed: list[tuple[int, float, str]] = []  # document, place in it, sentence
     for chain in _chains(rng, facts, colours, max_hops):
         order = rng.choice(orders)
         spots = sorted((rng.randrange(len(order)), rng.random()) for _ in chain)
@@ -109,7 +114,7 @@ def make_documents(
 def _chains(
     rng: Random, facts: Facts, colours: Sequence[str], max_hops: int
 ) -> Iterator[list[str]]:
-    """Lists of sentences; those of one list are to be read in this order."""
+    """Yield lists of sentences. The sentences of one list must be read in this order."""
     things, names, variables = (
         iter(rng.sample(words, len(words)))
         for words in (vocabulary.THINGS, vocabulary.NAMES, vocabulary.VARIABLES)
@@ -161,7 +166,7 @@ def _chains(
 def _said(
     rng: Random, beginning: str, words: Sequence[str], counts: Sequence[int], others: int
 ) -> Iterator[list[str]]:
-    """Words said as often as `counts` say, and `others` once each."""
+    """Yield sentences that say words as often as `counts` give, and `others` once each."""
     often = (*counts, *[1] * others)
     for word, count in zip(rng.sample(words, len(often)), often, strict=True):
         for _ in range(count):

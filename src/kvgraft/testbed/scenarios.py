@@ -1,9 +1,9 @@
-"""Three applications in which a model meets text again that it has read before, at another
-position.
+"""Three applications in which a model reads known text again, at another position.
 
-An item has two phases. The model first reads some prompts; later prompts hold the same segments at
+An item has two phases. The model first reads some prompts. Later prompts hold the same segments at
 other positions, behind another instruction, and end in another question. The answers follow from
-the later prompts alone."""
+the later prompts alone.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,14 @@ from kvgraft.testbed.vocabulary import COLOURS
 
 Segments = tuple[str, ...]
 FACTS = Facts(needle=12, variable=36, hop=10, glossary=10, coreference=16)
-NUM_TOKENS = 1700  # of the reused segments of one item
+# tokens of the reused segments of one item
+NUM_TOKENS = 1700
 QUESTIONS_PER_READING = 2
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Segments, the last of which is the text of `question`."""
+    """Segments, of which the last one is the text of `question`."""
 
     segments: Segments
     question: Question
@@ -30,8 +31,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ScenarioItem:
-    """Prompts that the model reads first (`phase_1`), and those with their segments that it answers
-    (`phase_2`)."""
+    """Prompts that the model reads first (`phase_1`), and prompts with their segments that it
+    answers (`phase_2`).
+    """
 
     phase_1: tuple[Segments, ...]
     phase_2: tuple[Prompt, ...]
@@ -39,7 +41,7 @@ class ScenarioItem:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Items of one application; `description` is a phrase for the reader of a table."""
+    """Items of one application. `description` is a phrase for a table."""
 
     name: str
     description: str
@@ -81,7 +83,7 @@ def _agents(rng: Random) -> Iterator[ScenarioItem]:
 
 
 def _write(rng: Random, orders: Sequence[Order]) -> tuple[Segments, Segments]:
-    """Four instructions of different lengths, and documents that can be read in `orders`."""
+    """Return four instructions of different lengths, and documents that can be read in `orders`."""
     colours = rng.sample(COLOURS, 8)
     glossaries = tuple(make_glossary(rng, colours, count) for count in rng.sample(range(4, 9), 4))
     return glossaries, make_documents(
@@ -92,8 +94,9 @@ def _write(rng: Random, orders: Sequence[Order]) -> tuple[Segments, Segments]:
 def _ask(
     rng: Random, readings: Sequence[Segments], tasks: Iterator[Task], but: str = ""
 ) -> tuple[Prompt, ...]:
-    """Prompts of the next `tasks`, none with the question `but`; their facts lie in several
-    segments where the task and the reading allow it."""
+    """Return prompts of the next `tasks`, without the question `but`. Facts are in several segments
+    if task and reading allow it.
+    """
     asked: dict[str, Prompt] = {}
     for segments in readings:
         answerable = read(segments)
@@ -115,7 +118,7 @@ _SCENARIOS = (
 
 
 def make_scenarios(seed: int, num_items: int) -> tuple[Scenario, ...]:
-    """The three scenarios with `num_items` items each; equal arguments give equal scenarios.
+    """Return the three scenarios with `num_items` items each. Equal arguments give equal scenarios.
 
     Raises:
         ValueError: `num_items` is below 1.

@@ -39,16 +39,18 @@ Task = Literal[
     "poll",
 ]
 TASKS: tuple[Task, ...] = get_args(Task)
-NEEDLES = 4  # asked for together by one `needles` question
-FAVOURITES = 2  # asked for by one `frequent` or `common` question
+# number of codes in one `needles` question
+NEEDLES = 4
+# number of words in the answer of a `frequent` or `common` question
+FAVOURITES = 2
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question, its answer, and the segment of every fact that it takes, in reading order.
+    """One question, its answer, and the segment of every fact that it needs, in reading order.
 
     Attributes:
-        via: what has to be found on the way to the answer of a `hop_reversed` question, else empty.
+        via: intermediate result of a `hop_reversed` question, else empty.
     """
 
     task: Task
@@ -59,13 +61,13 @@ class Question:
 
     @property
     def crosses(self) -> bool:
-        """Whether the facts lie in more than one segment."""
+        """True if the facts are in more than one segment."""
         return len(set(self.segments)) > 1
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """The word at `place` of `segment` means `value`, by what stood before it."""
+    """Meaning of a word from the text before it: the word at `place` of `segment` means `value`."""
 
     segment: int
     place: int
@@ -73,23 +75,25 @@ class Resolved:
 
 
 def read(segments: Sequence[str]) -> tuple[Question, ...]:
-    """Every question that one reading of `segments` from left to right can answer, but for those of
-    `needles`."""
+    """Return every question that one reading of `segments` from left to right can answer, except
+    `needles`.
+    """
     reader = _Reader()
     reader.read(segments)
     return (*reader.questions.values(), *reader.counted())
 
 
 def resolve(segments: Sequence[str]) -> tuple[Resolved, ...]:
-    """The words that mean something by what stood before them: a variable its value, `theirs` a
-    name, and so on."""
+    """Return the words whose meaning depends on earlier text: a variable has a value, `theirs` a
+    name, and so on.
+    """
     reader = _Reader()
     reader.read(segments)
     return tuple(reader.resolved)
 
 
 def together(needles: Sequence[Question]) -> Question:
-    """One `needles` question for the answers of several `needle` questions about codes."""
+    """Return one `needles` question for the answers of several `needle` questions about codes."""
     keys = " ".join(key_of(question) for question in needles)
     return Question(
         "needles",
@@ -100,22 +104,22 @@ def together(needles: Sequence[Question]) -> Question:
 
 
 def is_code(question: Question) -> bool:
-    """Whether `together` can take it."""
+    """Return whether `together` accepts the question."""
     return question.text.startswith("question : code of ")
 
 
 def ask(phrase: str) -> str:
-    """The question for a phrase, up to where its answer begins."""
+    """Return the question for a phrase, up to the beginning of its answer."""
     return f"question : {phrase} ? answer :"
 
 
 def key_of(question: Question) -> str:
-    """The last word of what a question asks for."""
+    """Return the last word of a question's phrase."""
     return question.text.split()[-4]
 
 
 class _Reader:
-    """What is known after reading some text."""
+    """Knowledge after reading some text."""
 
     def __init__(self) -> None:
         # phrase -> (answer, segments of its facts)
@@ -139,7 +143,7 @@ class _Reader:
                     sentence.append(word)
 
     def counted(self) -> Iterator[Question]:
-        """Questions about how often something was said, where the answer is clear."""
+        """Yield questions about the number of repetitions, where the answer is clear."""
         for (task, key), said in self.counts.items():
             ranked = Counter(word for word, _ in said).most_common()
             asked = FAVOURITES if task in ("frequent", "common") else 1
@@ -154,7 +158,7 @@ class _Reader:
             )
 
     def _hear(self, words: list[str], number: int, place: int) -> None:
-        """Take in one sentence of segment `number`, the last word of which is at `place`."""
+        """Process one sentence of segment `number`, whose last word is at `place`."""
         match words:
             case [name, "=", value] if value.isdigit():
                 self._learn("variable", f"value of {name}", number, value=value)
@@ -208,8 +212,9 @@ class _Reader:
         via: str = "",
         place: int = 0,
     ) -> None:
-        """`phrase` is `value`, or whatever is known of the phrase `via`; the questions of no task
-        are not asked."""
+        """Record that `phrase` has a value: `value`, or that of the phrase `via`. Without a task no
+        question is asked.
+        """
         sources: tuple[int, ...] = ()
         if via:
             if via not in self.known:

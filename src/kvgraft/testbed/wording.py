@@ -1,5 +1,6 @@
-"""How applications dress segments: retrieved documents, agents' reports, tool observations, the
-turns of a chat."""
+"""Wording of segments in applications: retrieved documents, agents' reports, tool observations,
+chat turns.
+"""
 
 from collections.abc import Sequence
 from random import Random
@@ -12,8 +13,9 @@ FRAMES: tuple[Frame, ...] = get_args(Frame)
 
 
 def frame(rng: Random, segments: Sequence[str], kind: Frame) -> list[str]:
-    """The same segments, dressed; numbers and mentioned things are drawn at random and mean
-    nothing."""
+    """Return the segments in an application's wording. Numbers and mentioned things are random and
+    mean nothing.
+    """
     return [_dress(rng, segment, kind) for segment in segments]
 
 
@@ -38,5 +40,5 @@ def _dress(rng: Random, text: str, kind: Frame) -> str:
 
 
 def ask(question: str, *, chat: bool) -> str:
-    """The question as it stands before its answer: as the chat template renders it, or as it is."""
+    """Return the question before its answer: as the chat template renders it, or as plain text."""
     return f"<user> : {question.removesuffix(' answer :')} <assistant> :" if chat else question
