@@ -33,7 +33,8 @@ from kvgraft.kv.profiles import LAYERS_FILE
 from kvgraft.methods import require_share
 from kvgraft.testbed import MODEL_DIR
 
-BLOCK_SIZE = 16  # that the engine has unless told otherwise, too
+# the engine's default
+BLOCK_SIZE = 16
 
 
 @app.command("eval")

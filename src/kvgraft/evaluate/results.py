@@ -69,7 +69,8 @@ def overview_table(summaries: Sequence[Summary]) -> list[list[str]]:
 
 PAIRED: dict[
     str, tuple[Callable[[EvalRow], float], str]
-] = {  # what is paired prompt by prompt: where it is, its format
+    # figures that are paired prompt by prompt: getter and format
+] = {
     "score": (lambda row: row.score, "+.3f"),
     "answer KL": (lambda row: row.answer.distances["answer_kl"], "+.4f"),
 }

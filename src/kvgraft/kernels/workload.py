@@ -30,8 +30,8 @@ class Workload:
 
     Attributes:
         chunks: int32 [n, 3], in order. A chunk is consecutive units of one sequence: the sequence,
-            its first unit, and the number of units. There are `programs + S` chunks, some of which
-            may be empty.
+            its first unit, and the number of units. There are `programs + S` chunks; some may be
+            empty.
         programs: int32 [programs + 1], first chunk of each program.
         sequences: int32 [S + 1], first chunk of each sequence, for joining partial results.
     """

@@ -107,7 +107,7 @@ def _load(gguf: Path) -> tuple[Any, Any]:
             model, found = AutoModelForCausalLM.from_pretrained(
                 where, dtype="float32", output_loading_info=True, **options
             )
-    except Exception as error:  # of many kinds
+    except Exception as error:  # transformers raises errors of many types
         raise ValueError(f"transformers cannot read it: {error}") from error
     if missing := sorted(found["missing_keys"]):
         raise ValueError(

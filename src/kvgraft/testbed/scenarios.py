@@ -23,7 +23,7 @@ QUESTIONS_PER_READING = 2
 
 @dataclass(frozen=True)
 class Prompt:
-    """Segments, of which the last one is the text of `question`."""
+    """Segments; the last one is the text of `question`."""
 
     segments: Segments
     question: Question

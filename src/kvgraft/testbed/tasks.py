@@ -1,7 +1,7 @@
-"""What a reader of the testbed's texts can answer: the truth about answers.
+"""Truth about answers: the questions that a reader of the testbed's texts can answer.
 
-`read` goes through segments from left to right as the model does, so that the same documents in
-another order have the questions and the answers of that order. `documents` writes the texts.
+`read` goes through segments from left to right as the model does. The same documents in another
+order have the questions and the answers of that order. `documents` writes the texts.
 
 Questions are asked as `question : code of lamp ? answer :`.
 
