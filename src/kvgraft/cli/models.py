@@ -72,6 +72,7 @@ def list_models(as_json: JsonOption = False) -> None:
                 record.source,
             )
         console.print(table)
+
     for known in absent:
         console.print(
             f"kvgraft models get {known.name}: {known.about} ({known.megabytes} MB to download, "

@@ -124,6 +124,7 @@ def check_output(path: Path | None, option: str = "--out") -> None:
         raise FileNotFoundError(f"{path}: there is no directory {path.parent}")
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory: name a file")
+
     try:
         if path.is_file():
             path.open("ab").close()

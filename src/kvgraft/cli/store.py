@@ -121,6 +121,7 @@ def verify_chunks(directory: DirOption, as_json: JsonOption = False) -> None:
     """Read every chunk and remove those that cannot be used; exit code 1 if there were any."""
     with _opened(directory) as store, progress_bar(progress_console, "verifying") as on_progress:
         counts = store.verify(on_progress)
+
     conditions = {
         condition: counts[condition] for condition in ("whole", "missing", "damaged", "foreign")
     }
@@ -155,10 +156,12 @@ def collect_garbage(
         require_amount("--disk-gib", disk_gib)
     elif quota is not None:
         raise ValueError(f"--quota {quota} is a share of --disk-gib: give that, too")
+
     with _opened(directory) as store:
         counts = store.gc(
             None if disk_gib is None else int(disk_gib * 2**30), 1.0 if quota is None else quota
         )
+
     removed = {what: counts[what] for what in ("temporaries", "orphans", "missing", "evicted")}
     if as_json:
         print_json(removed)
@@ -200,9 +203,11 @@ def _remove_shared(rows: Iterable[CatalogueRow], directory: Path, url: str) -> N
     base = directory if rank is None else directory.parent
     if given_secret() is None and not (base / "secret").exists():
         raise ValueError(f"{base} has no secret: set {CACHE_SECRET} to that of the servers")
+
     options = StoreOptions(
         base, shared_url=url, shared_timeout_s=30.0, rank=None if rank is None else int(rank)
     )
+
     try:
         if options.sharing is not None:
             options.sharing.remove(row.record for row in rows)
@@ -275,6 +280,7 @@ def _table(rows: Iterable[CatalogueRow], now: float) -> Table:
     )
     for name in ("tokens", "start", "MiB", "pinned", "created", "last used"):
         table.add_column(name, justify="right", no_wrap=True)
+
     for row in rows:
         entry = _entry(row)
         key, namespace = (
@@ -286,6 +292,7 @@ def _table(rows: Iterable[CatalogueRow], now: float) -> Table:
         table.add_row(
             key, namespace, str(entry["tokens"]), str(entry["start"]), size, pinned, *times
         )
+
     return table
 
 

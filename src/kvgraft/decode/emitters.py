@@ -36,6 +36,7 @@ def entries(value: Value) -> int:
     )
     if value.made_by.name == "GeMM" and not _dots(value):
         return num_entries * power(_size(_tensor(value), -1))
+
     return (
         num_entries * power(_size(value, _axis(value) + 1))
         if value.made_by.name == "Conv1d"

@@ -175,6 +175,7 @@ class _Run:
             ).clone()  # the tensor may be reused memory
             self._saves.append((value.saves_to, self.made[value]))
             return
+
         inputs = [self._read(given) for given in value.inputs]
         if operator.selects and operator.name != "Union":
             inputs, options["lengths"] = [self._eligible(inputs[0])], batch.filled
@@ -183,6 +184,7 @@ class _Run:
                 options["lengths"] = batch.filled
             pairs = zip(inputs, value.inputs, strict=True)
             inputs = [_filled(x, given, batch.missing, operator.neutral) for x, given in pairs]
+
         self.made[value] = operator.run(*inputs, **options)
 
     def save(self) -> None:
@@ -240,6 +242,7 @@ class _Run:
             return cache.as_strided(
                 (*table.shape, *cache.shape[1:]), strides, cache.storage_offset() + start * row
             )
+
         # each cache has its own buffer, because a group may read several
         found = (
             take(f"cache {name}", cache, table.flatten())
@@ -265,6 +268,7 @@ class _Run:
                 size_of(value, 1) for value in group.inputs if block_axis(value.shape) is not None
             )
         )
+
         for part in self._batch.parts:
             # number of chunks of a sequence
             count = -(-size * part.num_blocks // CHUNK_BYTES)

@@ -110,12 +110,14 @@ def kernels_of(program: Program) -> Kernels | None:
     top = program.selection
     if not isinstance(top, Value) or top.made_by.name not in ("topK", "approxTopK"):
         return None
+
     ahead, behind = _parted(program, top)
     needed = {given for value in (*behind, top) for given in value.inputs}
     outputs = tuple(value for value in ahead if value in needed and value not in behind)
     group = Group(Template.CHUNK, _needed_for(outputs, ahead), (), outputs)
     if not outputs or any(block_axis(value.shape) != 1 for value in outputs):
         return None
+
     source = source_of(group)
     try:
         return None if source is None else Kernels(source, _choice(program, top, behind))
@@ -167,6 +169,7 @@ def _parted(program: Program, top: Value) -> tuple[list[Value], list[Value]]:
     for value in program.indexer:
         if template_of(value) is Template.SPECIAL or any(given in behind for given in value.inputs):
             behind.add(value)
+
     ahead = [value for value in program.indexer if value not in behind]
     wanted = [
         value
@@ -255,9 +258,11 @@ class _Passes:
                 _reduces(value) or value.saves_to or slices
             ):
                 raise CannotGenerate(f"{value.made_by.name} over blocks")
+
         widest = max(entries(value) for value in self._values)
         if widest > TILE_ENTRIES:
             raise CannotGenerate(f"{widest} numbers of a block do not fit registers")
+
         self._tile = min(TILE, TILE_ENTRIES // power(widest))
         self._outer = Writer(self._tile)
         self._pass: dict[Value | float, int] = {}
@@ -265,8 +270,10 @@ class _Passes:
             self._pass[value] = max(self._pass.get(given, 0) for given in value.inputs) + _reduces(
                 value
             )
+
         self.lines: list[str] = []
         self.saves = [value for value in self._values if value.saves_to]
+
         for number in range(1, max(self._pass.values()) + 1):
             self._reduce(
                 number,
@@ -276,6 +283,7 @@ class _Passes:
                     if _reduces(value) and self._pass[value] == number
                 ],
             )
+
         self._last(known.get(scores, scores))
         self.inputs = self._outer.inputs
 
@@ -284,6 +292,7 @@ class _Passes:
         self._without_blocks(number - 1)
         inner = self._inner([given for value in values for given in value.inputs])
         steps, after = [], []
+
         for place, value in enumerate(values):
             found, (given, *_) = f"found{number}_{place}", value.inputs
             neutral, join, whole = _REDUCTIONS[value.made_by.name]
@@ -296,6 +305,7 @@ class _Passes:
             steps.append(f"{found} = {join.format(found=found, x=x)}")
             after.append(f"{found}_whole = {whole.format(found=found)}")
             self._outer.name(value, f"{found}_whole")
+
         self._loop([*inner.lines, *steps])
         self.lines += after
 
@@ -328,6 +338,7 @@ class _Passes:
         """Return the body of a pass that computes the wanted values."""
         inner = Writer(self._tile, self._outer)
         with_blocks = [value for value in self._values if block_axis(value.shape) is not None]
+
         for value in _needed_for(
             [value for value in wanted if isinstance(value, Value)], with_blocks
         ):
@@ -349,6 +360,7 @@ class _Passes:
                 raise CannotGenerate(f"{value.made_by.name} with blocks behind the second axis")
             else:
                 emit(inner, value)
+
         return inner
 
     def _loop(self, lines: Sequence[str]) -> None:

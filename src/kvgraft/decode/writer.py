@@ -100,6 +100,7 @@ class Writer:
         place = "row % heads" if by_head else "row" if cached else "b"
         if not cached:
             parts.append(f"s * {name}_0")
+
         for axis, size in enumerate(shape[1:]):
             stride = f"{name}_{axis if cached and not by_head else axis + 1}"
             if isinstance(size, NumBlocks):
@@ -112,6 +113,7 @@ class Writer:
                 parts.append(f"{index} * {stride}")
                 if size != power(size):
                     inside.append(f"({index} < {size})")
+
         return " + ".join(parts), f", mask={' & '.join(inside)}" if inside else ""
 
 

@@ -200,6 +200,7 @@ def render(profile: PolicyProfile) -> RenderableType:
     table.add_column("policy", overflow="fold")
     for name in ("FLOPs", "KL", "95 %", "/ noise", "flips", "alike", "95 %"):
         table.add_column(name, justify="right", no_wrap=True)
+
     for one in sorted(profile.tried, key=lambda one: one.flops):
         value, low, high = one.kl
         table.add_row(
@@ -208,6 +209,7 @@ def render(profile: PolicyProfile) -> RenderableType:
             f"{value / unit:.2f}" if unit else "-",
             f"{one.flips[0]:.1%}", *_alike(one.alike),
         )  # fmt: skip
+
     return Group(
         table,
         Text(LEGEND, style="dim"),

@@ -47,6 +47,7 @@ def find_calls(answer: str) -> list[tuple[str, dict[str, Any]]]:
                 MemoryError,
             ):
                 return list(read(part))
+
     return []
 
 

@@ -115,12 +115,14 @@ def run_compare(
     runs = range(case.repeats + 1)  # the first run is a warm-up
     last: dict[str, Result] = {}
     times: dict[str, list[float]] = {name: [] for name in names}
+
     for number in runs:
         for place, name in enumerate(names):
             last[name] = send(engine, asked[name])
             times[name] += [last[name].report.ttft_s] if number else []
             if on_progress is not None:
                 on_progress(number * len(names) + place + 1, len(runs) * len(names))
+
     truth = last["full"]
     outcomes = [
         _outcome(engine, name, asked[name], last[name], truth, times[name], times["full"])
@@ -128,6 +130,7 @@ def run_compare(
     ]
     if not others:
         return outcomes
+
     noise = _mean([_noise(engine, other, truth) for other in others])
     unit = noise.answer_kl
     return [
@@ -158,6 +161,7 @@ def render(outcomes: list[PolicyOutcome]) -> RenderableType:
     texts = Table(box=None, pad_edge=False, show_header=False)
     texts.add_column(overflow="fold", max_width=30)
     texts.add_column(overflow="fold")
+
     for o in outcomes:
         report = o.report
         noise = ["-" if o.kl_per_noise is None else f"{o.kl_per_noise:.2f}"] if unit else []
@@ -171,6 +175,7 @@ def render(outcomes: list[PolicyOutcome]) -> RenderableType:
         )
         tokens.add_row(Text(o.policy), *map(str, counts))
         texts.add_row(Text(o.policy), Text(o.text))
+
     return Group(quality, tokens, texts)
 
 

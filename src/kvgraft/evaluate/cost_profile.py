@@ -81,6 +81,7 @@ def render(found: CostProfile) -> RenderableType:
     table = Table(title=title, title_justify="left")
     for name in ("prompt tokens", "computed", "grafted", "of it copied", "times faster"):
         table.add_column(name, justify="right")
+
     for one in found.prompts:
         seconds = (f"{value:.4g}" for value in (one.full_s, one.grafted_s, one.copied_s))
         table.add_row(
@@ -88,6 +89,7 @@ def render(found: CostProfile) -> RenderableType:
             *seconds,
             f"{one.full_s / one.grafted_s:.1f}" if one.grafted_s else "",
         )
+
     costs = found.costs
     figures = (
         f"a pass {_duration(costs.pass_s)}; in it a token {_duration(costs.token_s)}, a token that "

@@ -37,6 +37,7 @@ class Steps:
         engine.clear_cache()
         for pool in engine.memory.cache.pools:
             pool.normal_()
+
         tokens = (
             np.random.default_rng(0).integers(0, engine.config.vocab_size, context - 1).tolist()
         )

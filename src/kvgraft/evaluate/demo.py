@@ -108,11 +108,13 @@ def run_demo(
     """
     if not policies or policies[0] != "full":
         raise ValueError(f"policies must begin with full, got {policies}")
+
     scenarios = make_scenarios(seed, items)
     next(_outcomes(engine, scenarios[0].items[0], policies))  # warm-up
     total = sum(len(item.phase_2) for scenario in scenarios for item in scenario.items)
     tables: list[ScenarioTable] = []
     outcomes: list[_Outcome] = []
+
     for scenario in scenarios:
         start = len(outcomes)
         for outcome in chain.from_iterable(
@@ -122,6 +124,7 @@ def run_demo(
             if on_progress is not None:
                 on_progress(len(outcomes), total)
         tables.append(ScenarioTable(scenario.name, scenario.description, _rows(outcomes[start:])))
+
     overall = _rows(outcomes)
     setup = f"{_describe(engine)}, seed {seed}, {items} items a scenario"
     return DemoReport(setup, tuple(tables), overall, _summary(overall))
@@ -223,6 +226,7 @@ def _table(scenario: ScenarioTable) -> Table:
     table.add_column("policy", overflow="fold")
     for name in ("TTFT ms", "speed-up", "reused", "redone", "work", "right", "same"):
         table.add_column(name, justify="right")
+
     for row in scenario.rows:
         table.add_row(
             row.policy,
@@ -234,10 +238,12 @@ def _table(scenario: ScenarioTable) -> Table:
             f"{row.right}/{row.num_prompts}",
             f"{row.same_as_full}/{row.num_prompts}",
         )
+
     full, *others = scenario.rows
     gaps = ", ".join(f"{row.policy} {row.right - full.right:+d}" for row in others)
     fallbacks = ", ".join(f"{row.policy} {row.fallbacks}" for row in others if row.fallbacks)
     table.caption = f"right answers against full: {gaps}"
     if fallbacks:
         table.caption += f"; prompts that fell back to full: {fallbacks}"
+
     return table

@@ -159,6 +159,7 @@ def render(found: Explanation) -> RenderableType:
         call = f"{line.operator}({', '.join(line.inputs)})"
         table.add_row("" if kernel == before else kernel, line.name, call, line.shape, line.place)
         before = kernel
+
     caches = ", ".join(f"{name} {list(shape)}" for name, shape in found.caches.items()) or "none"
     text = (
         f"caches for a block: {caches} ({found.cache_share:.1%} of its keys and values)"

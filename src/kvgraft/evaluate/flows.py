@@ -123,11 +123,13 @@ def evaluate(
         found = parse_flow(flow)
         if found is not None:
             engine.scheduler.flows.program(found)
+
     out.mkdir(parents=True, exist_ok=True)
     rows = {
         (row.stage, row.text, row.number, row.flow): row for row in read_lines(out / ROWS, FlowRow)
     }
     left = [DENSE, *(flow for flow in dict.fromkeys(flows) if flow != DENSE)]
+
     with (out / ROWS).open("ab") as file:
         for place, stage in enumerate(stages):
             wanted = FlowStage(stage.name, stage.tasks, stage.items * scale, stage.passes)
@@ -145,6 +147,7 @@ def evaluate(
                 for flow in left
                 if flow == DENSE or scores[flow] >= stage.passes * scores[DENSE]
             ]
+
     return [row for row in rows.values() if row.flow in {DENSE, *flows}]
 
 
@@ -197,6 +200,7 @@ def summarise(
     """Return one score per flow, best first: by the number of stages, then by score."""
     dense = {(row.stage, row.text, row.number): row.score for row in rows if row.flow == DENSE}
     found = []
+
     for flow in dict.fromkeys(row.flow for row in rows):
         own = [row for row in rows if row.flow == flow]
         score = mean(row.score for row in own)
@@ -220,6 +224,7 @@ def summarise(
                 flow, score, least, most, of_dense, by_stage, by_task, tuple(by_stage), *rates
             )
         )
+
     return sorted(found, key=lambda one: (-len(one.passed), -one.score, one.flow))
 
 
@@ -253,7 +258,9 @@ def render(found: Sequence[FlowScore]) -> RenderableType:
     table.add_column("flow", overflow="fold", min_width=14)
     for name in ("score", "95 %", *stages, "faster"):
         table.add_column(name, justify="right", no_wrap=True)
+
     best = frontier(found)
+
     for one in found:
         by_stage = [f"{one.stages[name]:.3f}" if name in one.stages else "-" for name in stages]
         table.add_row(
@@ -261,6 +268,7 @@ def render(found: Sequence[FlowScore]) -> RenderableType:
             "-" if one.low is None else f"{one.low:.2f}-{one.high:.2f}", *by_stage,
             f"{one.faster:.2f}x" if one.faster else "-",
         )  # fmt: skip
+
     legend = (
         "score: mean of the stages that the flow has reached; *: no other flow is both better and "
         "faster"

@@ -77,6 +77,7 @@ def generated_samples(engine: Engine, *, seed: int, count: int, length: int) -> 
         raise ValueError(f"samples must be at least 2, for two halves, got {count}")
     if length < SHORTEST:
         raise ValueError(f"length must be at least {SHORTEST} tokens, got {length}")
+
     suites, shape = find_suites(SUITES), Shape(int(length * (1 - PREFIX)))
     per_task = -(-(count + 2) // sum(len(suite.tasks) for suite in suites))
     items = [suite.items(seed, per_task, shape) for suite in suites]
@@ -85,6 +86,7 @@ def generated_samples(engine: Engine, *, seed: int, count: int, length: int) -> 
         raise ValueError(
             f"length must be greater than {length}: some texts are too short for a question"
         )
+
     texts = [_encode(engine, "\n".join(ask.segments)) for ask in asks]
     return _pair(texts, int(length * PREFIX))
 
@@ -137,14 +139,18 @@ def profile(
         raise ValueError(f"unknown criterion {by!r}: choose from {', '.join(get_args(Criterion))}")
     if (share is None) == (threshold is None):
         raise ValueError("give either a share or a threshold")
+
     for name, value in (("share", share), ("threshold", threshold)):
         if value is not None and not 0 < value <= 1:
             raise ValueError(f"{name} must be in (0, 1], got {value}")
+
     if sinks < 0 or window < 1:
         raise ValueError(
             f"sinks must be at least 0 and window at least 1, got {sinks} and {window}"
         )
+
     measured = []
+
     for done, sample in enumerate(samples, 1):
         found = measure(engine.decoder, sample, sinks, window)
         if by == "effect":
@@ -154,6 +160,7 @@ def profile(
         measured.append(found)
         if on_progress is not None:
             on_progress(done, len(samples))
+
     every = np.stack(measured)  # [samples, 2 or 3, L, Hkv]
     halves = [_classify_mean(every[start::2], share, threshold) for start in (0, 1)]
     kept = [np.array(half) != HeadClass.LOCAL for half in halves]
@@ -205,6 +212,7 @@ def measure_effect(decoder: Decoder, sample: TextSample, sinks: int, window: int
     """
     config = decoder.config
     total = np.zeros((config.num_layers, config.num_kv_heads))
+
     for prefix in sample.prefixes:
         layers = _Layers(decoder, len(prefix) + len(sample.body), sinks, window)
         states = [decoder.embed(torch.tensor([*prefix, *sample.body], device=decoder.device))]
@@ -217,6 +225,7 @@ def measure_effect(decoder: Decoder, sample: TextSample, sinks: int, window: int
                 for above in range(layer + 1, config.num_layers):
                     state = layers.run(above, state)
                 total[layer, head] += float(kl_divergence(whole, decoder.logits(state[-1:])))
+
     return total / len(sample.prefixes)
 
 
@@ -278,6 +287,7 @@ def _attend(
     here = torch.arange(len(tokens), device=device)
     cos, sin = config.rope.fresh_table(here)
     hidden = decoder.embed(torch.tensor(tokens, device=device))
+
     for layer in range(config.num_layers):
         query, keys, values = decoder.project(layer, hidden, cos, sin)
         grouped = query.unflatten(1, (config.num_kv_heads, -1)) * config.attention_scale
@@ -308,10 +318,12 @@ def render(found: Profile) -> RenderableType:
     table = Table(title=f"{title}; G global, R retrieval")
     for name in ("layer", *map(str, range(heads))):
         table.add_column(name, justify="right")
+
     for layer, classes in enumerate(head_map.classes):
         letters = ("" if name is HeadClass.LOCAL else name[0].upper() for name in classes)
         cells = (f"{letter}{value:.3f}" for letter, value in zip(letters, need[layer], strict=True))
         table.add_row(str(layer), *cells)
+
     total = len(head_map.classes) * heads
     return Group(
         table,

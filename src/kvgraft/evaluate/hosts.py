@@ -141,7 +141,9 @@ class NativeHost:
             send(
                 self.engine, Request(reading, "full", SamplingParams(max_tokens=1, ignore_eos=True))
             )
+
         reused = {segment for segments in item.phase_1 for segment in segments}
+
         for number, ask in enumerate(item.phase_2):
             first = number % len(policies)
             turns = (*policies[first:], *policies[:first])

@@ -49,9 +49,11 @@ def inspect(engine: Engine, case: Case, on_progress: OnProgress | None = None) -
                 f"policy {name!r} keeps a part of documents: only policies that graft can be "
                 "inspected"
             )
+
     outcomes = run_compare(engine, case, on_progress)
     prompt = parse_markers(case.prompt)
     views = []
+
     for outcome in outcomes:
         recorded = Recorded(parse_policy(outcome.policy), score_layers=True)
         [result] = engine.generate(
@@ -60,6 +62,7 @@ def inspect(engine: Engine, case: Case, on_progress: OnProgress | None = None) -
         if result.error:
             raise ValueError(result.error)
         views.append(_view(outcome, recorded.record))
+
     tokens = tuple(engine.tokenizer.decode([token]) for token in engine.token_ids(Request(prompt)))
     config = engine.config
     return Inspection(f"{config.architecture}, {config.num_layers} layers", tokens, tuple(views))
@@ -71,6 +74,7 @@ def _view(outcome: PolicyOutcome, record: PrefillRecord) -> dict[str, Any]:
     """
     if record.plan is None:
         raise ValueError("nothing was recorded")
+
     again = record.computed[-1] & record.plan.grafted
     letters = {Kind.PREFIX: "p", Kind.GRAFTED: "g", Kind.IN_PLACE: "g", Kind.FRESH: "f"}
     kinds = [letters[Kind(int(kind))] for kind in record.plan.kinds]

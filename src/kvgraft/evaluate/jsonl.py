@@ -36,6 +36,7 @@ def check_config(path: Path, config: Mapping[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(config, indent=2) + "\n")
         return
+
     found = json.loads(path.read_text())
     if differing := [
         key for key in sorted(config.keys() | found.keys()) if config.get(key) != found.get(key)

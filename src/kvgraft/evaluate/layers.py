@@ -113,6 +113,7 @@ def render(found: Survey) -> RenderableType:
     )
     for name in ("layer", *(f"{signal}, {layout}" for signal, layout in found.found)):
         table.add_column(name, justify="right", overflow="fold")
+
     for layer, shares in enumerate(zip(*found.found.values(), strict=True)):
         table.add_row(str(layer), *(f"{share:.0%}" for share in shares))
     return Group(
@@ -163,12 +164,14 @@ def _records(
     prompt.append(question)
     records = []
     policies: tuple[Policy, ...] = (Naive(), _Dense())
+
     for policy in policies:
         recorded = Recorded(policy, keep_cache=True, score_layers=isinstance(policy, _Dense))
         [result] = engine.generate([Request(prompt, recorded, sampling, remember=False)])
         if result.error:
             raise ValueError(result.error)
         records.append(recorded.record)
+
     return records[0], records[1]
 
 

@@ -42,6 +42,7 @@ def write_plots(rows: Sequence[EvalRow], directory: Path) -> list[Path]:
     policies = list(dict.fromkeys(row.policy for row in rows))
     colours = {policy: COLOURS[number % len(COLOURS)] for number, policy in enumerate(policies)}
     overall = summarise(rows, "all")
+
     with mpl.rc_context(STYLE):
         figures = {
             "ttft": _scatter(overall, colours, "speedup", "time to first token: full / policy"),
@@ -101,12 +102,14 @@ def _scatter(
         axes.errorbar(
             x, score, error, fmt="o", color=colours[summary.policy], capsize=3, label=summary.policy
         )
+
     axes.set_xlabel(label)
     axes.set_ylabel("score (95 % interval)")
     axes.set_ylim(max(0.0, float(np.nanmin([(s.low, s.score) for s in summaries])) - 0.15), 1.03)
     axes.margins(x=0.15)
     if across == "work":
         axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0, decimals=0))
+
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.1, 0.5))
     return figure
 
@@ -124,8 +127,10 @@ def _divergences(panels: Mapping[str, Sequence[Summary]]) -> Figure:
     for axes, (group, summaries) in zip(grid.flat, panels.items(), strict=False):
         _divergence(axes, summaries)
         axes.set_title(group if len(panels) > 1 else "", fontsize=10)
+
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_visible(False)
+
     figure.supylabel("KL(full || policy) along full's answer, nats", fontsize=10)
     figure.supxlabel(FLOPS if _counted(next(iter(panels.values()))) else WORK, fontsize=10)
     figure.tight_layout()
@@ -147,6 +152,7 @@ def _divergence(axes: Axes, summaries: Sequence[Summary]) -> None:
             )
         elif summary.policy != "full":
             methods[summary.policy.partition(":")[0]].append(summary)
+
     for number, (name, found) in enumerate(methods.items()):
         found.sort(key=lambda summary: getattr(summary, across))
         kl = np.array(
@@ -159,6 +165,7 @@ def _divergence(axes: Axes, summaries: Sequence[Summary]) -> None:
             color=COLOURS[number % len(COLOURS)],
             label=name if len(found) > 1 else found[0].policy,
         )  # fmt: skip
+
     axes.set_yscale("symlog", linthresh=LEAST_KL)
     axes.margins(x=0.15)
     axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0))
@@ -198,6 +205,7 @@ def _bars(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]], n
     groups = list(dict.fromkeys(summary.group for summary in summaries))
     figure, axes = plt.subplots(figsize=(max(6.4, 0.9 * len(groups) + 2), 4.2))
     width = 0.84 / len(colours)
+
     for number, (policy, colour) in enumerate(colours.items()):
         mine = {summary.group: summary for summary in summaries if summary.policy == policy}
         found = [(place, mine[group]) for place, group in enumerate(groups) if group in mine]
@@ -205,6 +213,7 @@ def _bars(summaries: Sequence[Summary], colours: dict[str, tuple[float, ...]], n
         errors = [[s.score - s.low for _, s in found], [s.high - s.score for _, s in found]]
         scores, thin = [s.score for _, s in found], {"elinewidth": 0.7}
         axes.bar(x, scores, width, yerr=errors, color=colour, label=policy, error_kw=thin)
+
     axes.set_xticks(
         range(len(groups)),
         [group.replace("/", "\n").replace("_", "\n") for group in groups],
@@ -318,6 +327,7 @@ def write_heads(head_map: HeadMap, path: Path) -> Path:
         ("effect of a window, KL in nats", head_map.effect),
     )  # fmt: skip
     panels = [(title, values) for title, values in measured if values]
+
     with mpl.rc_context(STYLE | {"axes.grid": False}):
         size = (len(panels) * (1.9 + 0.45 * max(heads, 4)), 1.6 + 0.3 * layers)
         figure, grid = plt.subplots(1, len(panels), figsize=size, sharey=True)

@@ -39,8 +39,10 @@ def find_chat(tokenizer: Any) -> Chat | None:
     """
     if not tokenizer.chat_template:
         return None
+
     # the tokenizer adds its opening token to every text anyway
     by_itself = tokenizer.bos_token if opening_ids(tokenizer, "") else ""
+
     for messages in (
         [{"role": "system", "content": SYSTEM}, {"role": "user", "content": USER}],
         [{"role": "user", "content": f"{SYSTEM}\n{USER}"}],
@@ -57,6 +59,7 @@ def find_chat(tokenizer: Any) -> Chat | None:
             and USER not in before + after
         ):
             return Chat(before.removeprefix(by_itself), between, after)
+
     raise ValueError(
         "the chat template of the model takes no message of a system or a user as it is"
     )

@@ -80,16 +80,20 @@ def run_reading_demo(
         raise ValueError(
             f"policies must be full and at least one more, got {', '.join(policies) or 'none'}"
         )
+
     engine.clear_cache()
     for instruction, passages in READINGS:
         _send(engine, _prompt(engine, instruction, _texts(passages)), "full", 1, remember=True)
+
     for policy in policies:  # warm-up
         _send(engine, _question(engine, QUESTIONS[0]), policy, 1, remember=False)
+
     answered = []
     for done, question in enumerate(QUESTIONS, 1):
         answered.append(_ask(engine, question, policies))
         if on_progress is not None:
             on_progress(done, len(QUESTIONS))
+
     return ReadingReport(_describe(engine), tuple(answered), _summary(answered))
 
 
@@ -210,6 +214,7 @@ def _table(question: AnsweredQuestion) -> Table:
     table.add_column(overflow="fold", max_width=24)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
+
     for answer in question.answers:
         said = Text(answer.text or "(nothing)")
         if answer.fallback:
@@ -220,4 +225,5 @@ def _table(question: AnsweredQuestion) -> Table:
                 style="dim",
             )
         table.add_row(answer.policy, f"{answer.ttft_s:.2f} s", said)
+
     return table

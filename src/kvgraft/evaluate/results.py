@@ -90,10 +90,12 @@ def paired_table(rows: Sequence[EvalRow], reference: str, what: str = "score") -
     by_policy: dict[str, dict[tuple[str, int], float]] = {}
     for row in rows:
         by_policy.setdefault(row.policy, {})[row.cluster, row.number] = of(row)
+
     if reference not in by_policy:
         raise ValueError(
             f"no answers under {reference!r}: there are those of {', '.join(by_policy)}"
         )
+
     theirs = by_policy.pop(reference)
     pairs = [([mine[key] for key in theirs], list(theirs.values())) for mine in by_policy.values()]
     clusters = [cluster for cluster, _ in theirs]
@@ -160,6 +162,7 @@ def render(rows: Sequence[EvalRow]) -> RenderableType:
     left_out += () if any(summary.kept < 1 for summary in summaries) else ("kept", "KV MiB")
     kept = [place for place, name in enumerate(overview[0]) if name not in left_out]
     tables = [_rich("all tasks", *([line[place] for place in kept] for line in overview))]
+
     for name in ("suite" if len({row.suite for row in rows}) > 1 else "task", "pattern"):
         table = scores_table(summarise(rows, name))
         tables.append(
@@ -167,6 +170,7 @@ def render(rows: Sequence[EvalRow]) -> RenderableType:
                 f"score by {name}", *([cell.partition(" ±")[0] for cell in line] for line in table)
             )
         )
+
     return Group(*tables, Text(LEGEND, style="dim"))
 
 
@@ -186,6 +190,7 @@ def write_tables(rows: Sequence[EvalRow], directory: Path, command: str) -> None
         writer.writeheader()
         writer.writerows(records)
         (directory / f"by_{name.replace(' ', '_')}.csv").write_text(text.getvalue())
+
     if any(row.policy == DEFAULT_POLICY for row in rows):
         parts.append(f"## Beside {DEFAULT_POLICY}, the default, prompt by prompt\n")
         for what in (
@@ -193,6 +198,7 @@ def write_tables(rows: Sequence[EvalRow], directory: Path, command: str) -> None
         ):
             header, *lines = paired_table(rows, DEFAULT_POLICY, what)
             parts.append(_markdown(header, lines))
+
     (directory / "tables.md").write_text("\n".join(parts))
 
 

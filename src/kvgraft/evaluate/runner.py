@@ -53,6 +53,7 @@ class EvalSettings:
     def __post_init__(self) -> None:
         for policy in self.policies:
             parse_policy(policy)
+
         if not self.policies or self.policies[0] != "full":
             raise ValueError(
                 "policies must begin with full, with which the others are compared, got "
@@ -131,6 +132,7 @@ def run(
     rows = {(row.cluster, row.number, row.policy): row for row in read_rows(directory)}
     work = list(_items(settings, chat=bool(real.get("chat"))))
     total = sum(len(item.phase_2) for *_, item in work) * len(settings.asked)
+
     with (directory / ROWS).open("ab") as file:
         for cluster, suite, length, item in work:
             keys = {
@@ -147,6 +149,7 @@ def run(
                 file.flush()
             if on_progress is not None:
                 on_progress(min(len(rows), total), total)
+
     return list(rows.values())
 
 

@@ -76,7 +76,9 @@ def run_serving_demo(*, seed: int = 0, on_progress: OnProgress | None = None) ->
         stream = number % 2 == 1
         name = "streamed" if stream else "reordered"
         asks.append(_Ask(name, prompt.segments, prompt.question.answer, stream))
+
     asks.append(replace(asks[-1], name="reuse off", reuse="off"))
+
     with serving(*SERVER_FLAGS) as server:
         client = OpenAI(base_url=server.api, api_key="none")
         _send(client, _Ask("warm-up", ("one two three",), reuse="off"))
@@ -118,6 +120,7 @@ def _send(client: OpenAI, ask: _Ask) -> ServedPrompt:
             received.append(chunk)
         answer = "".join(choice.text for chunk in received for choice in chunk.choices)
         return _row(ask, first - start, received[-1], answer)
+
     whole = client.completions.create(**arguments, extra_body=extra)
     return _row(ask, time.perf_counter() - start, whole, whole.choices[0].text)
 
@@ -160,12 +163,14 @@ def render(report: ServingReport) -> RenderableType:
     table.add_column("request", overflow="fold")
     for name in ("ms", "prefix", "contin-\nued", "grafted", "redone", "fresh"):
         table.add_column(name, justify="right")
+
     table.add_column("answer", overflow="fold")
     for row in report.rows:
         numbers = (row.prefix, row.continued, row.grafted, row.recomputed, row.fresh)
         word, *_ = row.answer.split() or [""]
         answer = f"{word} ({row.expected})" if row.expected else word
         table.add_row(row.request, f"{row.ttft_ms:.0f}", *map(str, numbers), answer)
+
     return Group(
         table,
         Text("/metrics", style="bold"),

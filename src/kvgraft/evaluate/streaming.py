@@ -45,6 +45,7 @@ def stream(client: httpx.Client, url: str, body: Mapping[str, Any], most_likely:
         "return_tokens_as_token_ids": True,
     }  # fmt: skip
     found, start = Completion(), time.perf_counter()
+
     with client.stream("POST", f"{url}/v1/completions", json={**body, **asked}) as response:
         if response.status_code != 200:
             raise ValueError(
@@ -58,8 +59,10 @@ def stream(client: httpx.Client, url: str, body: Mapping[str, Any], most_likely:
                 found.text += choice["text"]
                 _add(found, choice.get("logprobs") or {})
             found.report = (chunk.get("kv_transfer_params") or {}).get("kvgraft") or found.report
+
     if not found.places:
         raise ValueError(f"{url} returned no log-probabilities")
+
     return found
 
 

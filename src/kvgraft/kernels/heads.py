@@ -65,6 +65,7 @@ class LayerHeads:
                 runs[-1].append(head)
             else:
                 runs.append([head])
+
         return tuple(
             HeadSet(
                 tuple(run),

@@ -81,6 +81,7 @@ class Context:
         positions = self.positions[rows].tolist()
         # wasted: keys that the open chunk reads but does not need
         chunks, first, wasted = [], 0, 0
+
         for number in range(1, len(rows)):
             size, position = number - first, positions[number]
             more = size * (position - positions[number - 1])
@@ -93,6 +94,7 @@ class Context:
                 first, wasted = number, 0
             else:
                 wasted += more
+
         return [*chunks, (rows[first], rows[-1] + 1)] if rows else []
 
     @cached_property
@@ -280,7 +282,9 @@ class AttentionLayout:
         """Return the runs of at least `least` queries, or None if there are none."""
         if self.decodes:
             return None
+
         runs, first_keys, slots = [], 0, []
+
         for context, rows in zip(self.contexts, self.rows, strict=True):
             if context.positions.numel() < least:
                 continue
@@ -291,6 +295,7 @@ class AttentionLayout:
             if found:
                 slots.append(context.slots[:, : stops[-1]])
                 first_keys += stops[-1]
+
         return LongRuns(tuple(runs), self.rows[-1].stop, joined(slots, 1)) if runs else None
 
     @memoised
@@ -305,8 +310,10 @@ class AttentionLayout:
         """
         if self.decodes:
             return _step_tiles(len(self.rows), self.query_positions.device)
+
         inside = {run.start: run.stop for run in runs.runs} if runs else {}
         tiles, place = [], 0
+
         for number, rows in enumerate(self.rows):
             edges = {rows.start, rows.stop}
             edges.update(
@@ -321,6 +328,7 @@ class AttentionLayout:
                         (number, first, min(size, stop - first), is_run, place + first - start)
                     )
                 place += stop - start
+
         return upload(self.query_positions.device, torch.tensor(tiles, dtype=torch.int32))[0]
 
     @memoised

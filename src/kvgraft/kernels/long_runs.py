@@ -76,6 +76,7 @@ class LongRuns:
         chosen = [run for run in self.runs if not (run.opens and run.num_keys >= triangle)]
         if not chosen:
             return None
+
         # found: first row, first key, number of keys
         found, row = [], 0
         for run in chosen:
@@ -83,8 +84,10 @@ class LongRuns:
                 found.append((row, 0, 0))
             found.append((run.start, run.first_key, run.num_keys))
             row = run.stop
+
         if row < self.num_rows:
             found.append((row, 0, 0))
+
         bounds = torch.tensor([*found, (self.num_rows, 0, 0)], dtype=torch.int32).T.contiguous()
         longest = int(bounds[0].diff().max()), int(bounds[2].max())
         query_starts, key_starts, num_keys = upload(self.slots.device, bounds)[0]

@@ -140,6 +140,7 @@ class StreamLayout:
                 (1 + number // width) * kind for number, kind in zip(numbers, local, strict=True)
             )
             layers.append(LayerHeads(streams, lists, local))
+
         return cls(
             tuple(layers), width, 1 + -(-counts[True] // width), head_map.sinks, head_map.window
         )

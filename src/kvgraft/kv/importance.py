@@ -63,6 +63,7 @@ def received_attention(
     transposed = keys.float().permute(1, 2, 0)[:, None]  # [Hkv, 1, d, n]
     sums = torch.zeros(3, count, dtype=torch.float64, device=keys.device)  # y, log x log y, log^2 x
     rows = min(max(MOST_WEIGHTS // (count * query.shape[1]), 1), MOST_ROWS)
+
     for start, stop in pairwise([*range(0, count, rows), count]):
         at, past = here[start:stop, None], here[:stop]
         logits = grouped[:, :, start:stop] @ transposed[..., :stop]  # [Hkv, G, r, m]
@@ -76,6 +77,7 @@ def received_attention(
         y = weights.clamp(min=FLOOR).log()
         for row, term in enumerate((weights, x * y, x * x)):
             sums[row, :stop] += (term * behind).sum(0)
+
     followers = (count - 1 - here).double()
     mean, xy, xx = sums / followers.clamp(min=1)
     exponent = -xy / xx

@@ -39,6 +39,7 @@ class PagePool:
             raise ValueError(
                 f"num_pages and block_size must be positive, got {num_pages} and {block_size}"
             )
+
         self.num_pages = num_pages
         self.block_size = block_size
         self.ref_counts = np.zeros(num_pages, np.int32)

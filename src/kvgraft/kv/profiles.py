@@ -54,6 +54,7 @@ class ModelProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f' "{name}": '
                 + (f"[\n  {rows}\n ]" if rows else msgspec.json.encode(value).decode())
             )
+
         Path(path).write_text("{\n" + ",\n".join(fields) + "\n}\n")
 
     def check_model(self, model: str) -> None:

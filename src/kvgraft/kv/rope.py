@@ -98,13 +98,16 @@ class Rope:
             raise ValueError(
                 f"rotary_dim {self.rotary_dim}: must be positive, even and at most {self.head_dim}"
             )
+
         for name in (*_FIELDS.values(), "attention_factor"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"rope {name} {getattr(self, name)}: must be positive and finite")
+
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor {self.low_freq_factor}: must be below {self.high_freq_factor}"
             )
+
         num_factors = self.num_turning // 2 if self.kind == "longrope" else 0
         if len(self.factors) != num_factors or not all(
             0 < factor < math.inf for factor in self.factors
@@ -142,6 +145,7 @@ class Rope:
             raise ValueError(f"rope parameters {unknown}: allowed are {sorted(_KNOWN)}")
         if (partial := given.get("partial_rotary_factor", 1.0)) != 1.0:
             raise ValueError(f"partial_rotary_factor {partial}: only 1.0 is supported")
+
         named = given.get("rope_type", given.get("type", "default"))
         kind: Any = "yarn" if named in _DEEPSEEK else named
         if kind not in _NEEDED:
@@ -150,11 +154,13 @@ class Rope:
             )
         if missing := [key for key in _NEEDED[kind] if key not in given]:
             raise ValueError(f"rope_type {kind!r} needs {missing}")
+
         fields = {_FIELDS[key]: given[key] for key in _NEEDED[kind] if key in _FIELDS}
         if kind == "yarn":
             fields |= _yarn(given, deepseek=named != kind)
         elif kind == "longrope":
             fields |= _longrope(given, max_position)
+
         return cls(head_dim, kind=kind, rotary_dim=rotary_dim, **fields)
 
     def inverse_frequencies(self, device: torch.device | str = "cpu") -> Tensor:

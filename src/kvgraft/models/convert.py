@@ -36,6 +36,7 @@ def convert(gguf: Path, out: Path) -> None:
         raise ValueError(
             f"GGUF architecture {architecture!r} is not supported: {', '.join(ARCHITECTURES)} are"
         )
+
     _refuse([*_left_out(metadata, architecture)])
     model, tokenizer = _load(gguf)
     tied = bool(model.config.tie_word_embeddings)
@@ -44,6 +45,7 @@ def convert(gguf: Path, out: Path) -> None:
         del tensors["lm_head.weight"]
     if len(tensors) != num_tensors:
         _refuse([f"{num_tensors} tensors where {ARCHITECTURES[architecture]} has {len(tensors)}"])
+
     _begin_as_told(tokenizer, metadata.get("tokenizer.ggml.add_bos_token"))
     out.mkdir()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
@@ -55,6 +57,7 @@ def convert(gguf: Path, out: Path) -> None:
     )
     for name in ("quantization_config", "_name_or_path"):
         config.pop(name, None)
+
     (out / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     ends = [metadata.get(f"tokenizer.ggml.{end}_token_id") for end in END_OF_ANSWER]
     generation = special | {
@@ -109,10 +112,12 @@ def _load(gguf: Path) -> tuple[Any, Any]:
             )
     except Exception as error:  # transformers raises errors of many types
         raise ValueError(f"transformers cannot read it: {error}") from error
+
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
             f"{len(missing)} of its tensors are missing: {', '.join(missing[:3])}, ..."
         )
+
     return model, tokenizer
 
 

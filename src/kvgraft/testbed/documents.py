@@ -50,6 +50,7 @@ class Facts:
         ):
             if needed > len(words):
                 raise ValueError(f"{self} needs {needed} {kind}, at most {len(words)} are allowed")
+
         if not 1 <= self.size <= len(_SKEWED):
             raise ValueError(f"size must be 1 to {len(_SKEWED)}, got {self.size}")
 
@@ -87,7 +88,9 @@ def make_documents(
         raise ValueError(f"orders must be permutations of the same numbers 0..n-1, got {orders}")
     if facts.glossary and not colours:
         raise ValueError(f"colours must be given for {facts.glossary} glossary facts, got none")
+
     placed: list[tuple[int, float, str]] = []  # document, place in it, sentence
+
     for chain in _chains(rng, facts, colours, max_hops):
         order = rng.choice(orders)
         spots = sorted((rng.randrange(len(order)), rng.random()) for _ in chain)
@@ -95,16 +98,19 @@ def make_documents(
             (order[rank], place, sentence)
             for (rank, place), sentence in zip(spots, chain, strict=True)
         ]
+
     room = num_tokens - sum(len(sentence.split()) for *_, sentence in placed)
     if room < 0:
         raise ValueError(
             f"num_tokens must hold the facts, which take {num_tokens - room} words, got "
             f"{num_tokens}"
         )
+
     while room > 0:
         sentence = _filler(rng)
         placed.append((rng.choice(documents), rng.random(), sentence))
         room -= len(sentence.split())
+
     placed.sort()
     return tuple(
         " ".join(sentence for at, _, sentence in placed if at == document) for document in documents
@@ -121,13 +127,16 @@ def _chains(
     )
     for _ in range(facts.needle):
         yield [f"the code of {next(things)} is {rng.choice(vocabulary.NUMBERS)} ."]
+
     left = facts.variable
+
     while left:
         length = min(left, rng.randint(1, max_hops + 1))
         chain = [next(variables) for _ in range(length)]
         sources = [rng.choice(vocabulary.NUMBERS), *chain]
         yield [f"{name} = {source} ." for name, source in zip(chain, sources, strict=False)]
         left -= length
+
     for _ in range(facts.hop):
         student, mentor = next(names), next(names)
         pair = [
@@ -135,12 +144,15 @@ def _chains(
             f"the mentor of {student} is {mentor} .",
         ]
         yield pair if rng.random() < 0.5 else pair[::-1]
+
     for _ in range(facts.glossary):
         yield [f"the paint of {next(things)} is {rng.choice(colours)} ."]
+
     for number in range(facts.coreference):
         yield [f"the {next(things)} is theirs ."]
         if number % COMPANY == 0:
             yield [f"now {next(names)} came ."]
+
     for _ in range(facts.frequent):
         yield from _said(
             rng,
@@ -149,13 +161,16 @@ def _chains(
             _SKEWED[facts.size - 1],
             facts.size - 1,
         )
+
     for _ in range(facts.common):
         often = [2 + facts.size] * FAVOURITES
         yield from _said(rng, f"{next(things)} holds", vocabulary.NONSENSE_WORDS, often, facts.size)
+
     for _ in range(facts.vote):
         yield from _said(
             rng, f"{next(things)} gets", vocabulary.NUMBERS, [rng.randint(3, 4)], rng.randint(0, 2)
         )
+
     for _ in range(facts.poll):
         thing, (most, *others) = next(things), rng.sample(vocabulary.NUMBERS, POLLED - 2)
         for value in (most, most, most, *others):

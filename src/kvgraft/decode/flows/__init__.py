@@ -84,11 +84,13 @@ def _run(path: Path, stamp: tuple[int, int]) -> Mapping[str, type[Flow]]:
     spec = importlib.util.spec_from_file_location(f"kvgraft_flows_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is no Python file")
+
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ValueError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
+
     classes = [x for x in vars(module).values() if isinstance(x, type) and issubclass(x, Flow)]
     flows = {
         flow.name: flow
@@ -97,4 +99,5 @@ def _run(path: Path, stamp: tuple[int, int]) -> Mapping[str, type[Flow]]:
     }
     if not flows:
         raise ValueError(f"{path} has no flow: a class that inherits from Flow and has a name")
+
     return flows

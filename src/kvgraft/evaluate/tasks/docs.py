@@ -68,6 +68,7 @@ def _write(split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -
             f"length must be at least {least} tokens for {count} segments of docs, got "
             f"{shape.length}"
         )
+
     passages = _passages(split, size)
     if len(passages) < count:
         raise ValueError(
@@ -75,18 +76,22 @@ def _write(split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -
             "segments are wanted: "
             "choose a smaller length"
         )
+
     drawn, asks = rng.sample(passages, count), list[Ask]()
+
     for _ in range(DRAWS):
         if len(found := _ASKING[task](rng, drawn)[:QUESTIONS]) > len(asks):
             best, asks = drawn, found
         if len(asks) == QUESTIONS:
             break
         drawn = rng.sample(passages, count)
+
     if not asks:
         raise ValueError(
             f"docs has no {task} question about {count} passages of {size} characters: choose more "
             "of them"
         )
+
     return write_item(rng, INSTRUCTION, [passage.text for passage in best], pattern, asks)
 
 
@@ -125,6 +130,7 @@ def _cloze(rng: Random, passages: Sequence[DocumentedPassage]) -> list[Ask]:
     """
     whole = _words(passage.text for passage in passages)
     found = []
+
     for passage in rng.sample(passages, len(passages)):
         places = [
             (title, sentence[: term.start()], term.group())
@@ -139,6 +145,7 @@ def _cloze(rng: Random, passages: Sequence[DocumentedPassage]) -> list[Ask]:
             found.append(
                 Ask("cloze", (_question(title),), (term,), 12, begun=f" {before.rstrip()}")
             )
+
     return found
 
 

@@ -105,6 +105,7 @@ def _sheets(rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
         for place in places:
             text.insert(place, f"the code of {next(things)} is {rng.choice(vocabulary.NUMBERS)} .")
         documents.append(" ".join(text))
+
     return _ask(rng, pattern, task, documents, ("needle",), "documents", colours)
 
 
@@ -223,6 +224,7 @@ def _choose(
         return [tasks.together(group) for group in groups if len(group) == tasks.NEEDLES][
             :QUESTIONS
         ]
+
     fitting = [question for question in found if question.task in wanted]
     # the order is random otherwise
     fitting.sort(key=lambda question: -len(question.segments) if longest else not question.crosses)
@@ -232,4 +234,5 @@ def _choose(
         chosen += [
             question for question in fitting if question.task == kind and question not in chosen
         ][:1]
+
     return chosen

@@ -72,6 +72,7 @@ def _write(
             f"{shape.num_segments} "
             "segments are wanted: give more text, or choose a smaller length or fewer segments"
         )
+
     drawn = rng.sample(passages, shape.num_segments)
     words = rng.choice(drawn).split()
     start = 0 if task == "beginning" else rng.randrange(max(1, len(words) - GIVEN))
@@ -86,6 +87,7 @@ def _write(
             "Question: How does one of the texts go on after some of its words?\nAnswer:",
             f" {given}",
         )
+
     ask = Ask(task, (question,), (behind,), ANSWER, "f1", begun=begun)
     return write_item(rng, INSTRUCTION, drawn, pattern, [ask])
 

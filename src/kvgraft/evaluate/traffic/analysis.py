@@ -121,6 +121,7 @@ def analyse(
     for pool in pools:
         answers, given_up = _replay(groups, settings, pool, on_step)
         found.append(PoolCounts(pool, *_sums(answers.values(), costs), given_up))
+
     analysis = Analysis(
         files=trace.num_files,
         requests=len(trace.requests),
@@ -155,6 +156,7 @@ def _replay(
     """
     answers: dict[TracedRequest, Answers] = {}
     num_given_up = 0
+
     for group in groups:
         enough = sum(_pages(request, settings.block_size) for request in group)
         num_pages = enough if pool is None else min(enough, pool // settings.block_size)
@@ -171,6 +173,7 @@ def _replay(
             )
             on_step()
         num_given_up += grafting.num_given_up
+
     return answers, num_given_up
 
 

@@ -48,6 +48,7 @@ def find_files(paths: Sequence[Path]) -> tuple[list[TraceFile], list[Path]]:
     """
     files: list[TraceFile] = []
     left_out: list[Path] = []
+
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"no such file or directory: {path}")
@@ -67,6 +68,7 @@ def find_files(paths: Sequence[Path]) -> tuple[list[TraceFile], list[Path]]:
             TraceFile(found, str(found.relative_to(root)), found.parent.name or ".")
             for found in chosen
         ]
+
     names = Counter(file.session for file in files)
     return [
         file
@@ -86,6 +88,7 @@ def read_file(file: TraceFile) -> Iterator[tuple[str, Line]]:
             (str(file.path), BadLine(f"is no UTF-8 text: {error.reason} at byte {error.start}")),
         )
         return
+
     lines = text.split("\n")  # JSON may contain other line ends
     whole = _decode(text)
     if isinstance(whole, list):

@@ -27,6 +27,7 @@ def draw(analysis: Analysis, path: Path) -> None:
     """Draw all sides, turns under KVGraft, and hits by size of the pool if there are several."""
     by_turn = {group.name: group.sides[KVGRAFT] for group in analysis.turns}
     several = len(analysis.pools) > 1
+
     with mpl.rc_context(STYLE):
         figure, grid = plt.subplots(
             1, 2 + several, figsize=(4.6 * (2 + several), 3.8), layout="constrained"

@@ -104,9 +104,11 @@ def parse_record(value: object) -> list[LoggedRequest | LoggedAnswer]:
         raise BadLine(f"{_short(value)}: {ALLOWED}")
     if "hash_ids" in value:
         return [_of_blocks(value)]
+
     kind = value.get("type", "request")
     if kind not in ("request", "response"):
         raise BadLine(f'"type" is {_short(kind)}: must be "request" or "response"')
+
     body = value.get("body", value)
     request_id = _text_of(value, ("request_id", "id"))
     if kind == "response":
@@ -114,6 +116,7 @@ def parse_record(value: object) -> list[LoggedRequest | LoggedAnswer]:
         return [LoggedAnswer(text, request_id)] if text else []
     if not isinstance(body, dict):
         raise BadLine(f'"body" is {_short(body)}: {ALLOWED}')
+
     session, timestamp = session_of(value, body), timestamp_of(value)
     return [LoggedRequest(prompt, session, timestamp, request_id) for prompt in prompts_of(body)]
 
@@ -124,12 +127,14 @@ def _of_blocks(value: dict[str, Any]) -> LoggedRequest:
         said = msgspec.convert(value, _BlockRequest)
     except msgspec.ValidationError as error:
         raise BadLine(f"{_short(value)}: {error}") from None
+
     blocks = -(-said.input_length // BLOCK_TOKENS)
     if len(said.hash_ids) != blocks:
         raise BadLine(
             f'"hash_ids" are {len(said.hash_ids)}, must be {blocks}: one for each {BLOCK_TOKENS} '
             "tokens"
         )
+
     prompt = HashedPrompt(said.hash_ids, said.input_length)
     return LoggedRequest(
         prompt, session_of(value, value), said.timestamp / 1000, num_answered=said.output_length
@@ -147,6 +152,7 @@ def prompts_of(body: Mapping[str, Any]) -> list[Prompt]:
         raise BadLine(f'"messages" and "prompt": the request has {what}; {ALLOWED}')
     if "messages" in body:
         return [_conversation(body)]
+
     prompt = body["prompt"]
     if isinstance(prompt, str) or _are_ids(prompt):
         return [_as_prompt(prompt)]
@@ -156,6 +162,7 @@ def prompts_of(body: Mapping[str, Any]) -> list[Prompt]:
         and all(isinstance(one, str) or _are_ids(one) for one in prompt)
     ):
         return [_as_prompt(one) for one in prompt]
+
     raise BadLine(f'"prompt" is {_short(prompt)}: must be a string, token ids, or a list of such')
 
 

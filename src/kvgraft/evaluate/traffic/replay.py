@@ -140,6 +140,7 @@ def _origins(sequence: SequenceState) -> np.ndarray:
     if continued is not None:
         held = range(continued.first_block * size, continued.stop_block * size)
         origins[held.start : held.stop] = Origin.CONTINUED
+
     # start, depth+1
     matches = np.array(sorted(step for step in steps if step[0] not in held), np.int64).reshape(
         -1, 2

@@ -34,9 +34,11 @@ def render(analysis: Analysis) -> Group:
     grafted = analysis.largest.sides[KVGRAFT]
     if len(grafted.grafted) > 1:
         parts.append(Text(f"grafted by depth: {by_depth(grafted)}", style="dim"))
+
     parts += _seconds(analysis)
     if len(analysis.pools) > 1:
         parts.append(_pools(analysis))
+
     parts += [_groups("turn", analysis.turns, analysis)] if len(analysis.turns) > 1 else []
     if len(analysis.sessions) > 1:
         largest = _longest(analysis)
@@ -45,6 +47,7 @@ def render(analysis: Analysis) -> Group:
             parts.append(
                 Text(f"the longest sessions; --json has the other {hidden}, too", style="dim")
             )
+
     return Group(*parts, *(Text(note, style="yellow") for note in notes(analysis)))
 
 
@@ -78,6 +81,7 @@ def notes(analysis: Analysis) -> list[str]:
             "the tokenizer does not "
             "know, which all look the same: reuse is overstated, choose another --tokenizer"
         )
+
     for pool in analysis.pools:
         if pool.given_up:
             found.append(
@@ -85,6 +89,7 @@ def notes(analysis: Analysis) -> list[str]:
                 "and prompt did not "
                 f"fit into it together: {pool.given_up}"
             )
+
     return found
 
 
@@ -132,21 +137,26 @@ def _seconds(analysis: Analysis) -> list[RenderableType]:
     total = analysis.largest.seconds
     if total is None:
         return [Text(HOW_TO_PRICE, style="dim")]
+
     table = _table("seconds of prefill", "all prompts", "saved", "saved, %")
     for name, taken, saved in _seconds_rows(total):
         share = f"{100 * saved / total.full:.1f}" if total.full else ""
         cells = ("", "") if name == EVERYTHING else (_duration(saved), share)
         table.add_row(name, _duration(taken), *cells, style="bold" if name == KVGRAFT else "")
+
     if len(analysis.sessions) < 2:
         return [table, Text(PRICED, style="dim")]
+
     heads = [name.replace(" ", "\n", 1) for name in (EVERYTHING, *total.sides)]
     sessions = _table("seconds, by session", *heads, "saved by\nkvgraft")
+
     for group in _longest(analysis):
         if group.seconds is not None:
             taken_by = [_duration(taken) for _, taken, _ in _seconds_rows(group.seconds)]
             sessions.add_row(
                 Text(_shortened(group.name)), *taken_by, _duration(group.seconds.saved(KVGRAFT))
             )
+
     return [table, sessions, Text(PRICED, style="dim")]
 
 

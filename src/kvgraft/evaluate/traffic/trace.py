@@ -85,6 +85,7 @@ def read_trace(
     files, left_out = find_files(paths)
     requests: list[TracedRequest] = []
     bad_lines: list[str] = []
+
     for number, file in enumerate(files):
         for place, said in _requests(file, reader):
             if isinstance(said, TracedRequest):
@@ -95,17 +96,20 @@ def read_trace(
                 raise ValueError(f"{place}: {said} (--skip-bad-lines goes on without such lines)")
         if on_progress is not None:
             on_progress(number + 1, len(files))
+
     if not requests:
         skipped = (
             f", {len(bad_lines)} bad lines, the first of them: {bad_lines[0]}" if bad_lines else ""
         )
         raise ValueError(f"no request in {', '.join(map(str, paths))}{skipped}")
+
     by_time = all(request.timestamp is not None for request in requests)
     ordered = sorted(requests, key=_time) if by_time else list(_taking_turns(requests))
     turns: Counter[str] = Counter()
     for request in ordered:
         turns[request.session] += 1
         request.turn = turns[request.session]
+
     unknown = sum(int((request.tokens == reader.unknown_id).sum()) for request in ordered)
     return RequestTrace(
         tuple(ordered), len(files), by_time, tuple(bad_lines), tuple(left_out), unknown
@@ -120,6 +124,7 @@ def _requests(
     """
     by_id: dict[str, TracedRequest] = {}
     last: TracedRequest | None = None
+
     for session, (place, said) in read_file(file):
         if isinstance(said, LoggedRequest):
             try:

@@ -38,6 +38,7 @@ def segpaged_attention(
     # [n, Hkv, G, d]
     queries, outputs = (x.unflatten(1, (len(heads.streams), -1)) for x in (query, output))
     attend = _decode if layout.decodes else _prefill
+
     for head_set in heads.whole:
         outputs[:, head_set.places] = attend(
             queries[:, head_set.places],
@@ -47,10 +48,12 @@ def segpaged_attention(
             layout,
             scale,
         )
+
     if heads.windowed:
         outputs[:, heads.windowed] = _windows(
             queries[:, heads.windowed], keys, values, heads, layout, scale
         )
+
     return output
 
 
@@ -79,6 +82,7 @@ def _mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float, reductio
     folded = (query.float() * scale).unflatten(1, (num_kv_heads, groups)).permute(1, 0, 2, 3)
     mass = torch.zeros(keys.shape[0], dtype=torch.float32, device=keys.device)
     here = torch.arange(keys.shape[0], device=keys.device)
+
     for start in range(0, positions.numel(), SCORE_ROWS):
         at = positions[start : start + SCORE_ROWS]
         first, seen = int(at[0]) + 1, int(at[-1]) + 1
@@ -91,6 +95,7 @@ def _mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float, reductio
             mass[:seen] += weights.sum((0, 1))
         else:
             mass[:seen] = torch.maximum(mass[:seen], weights.amax((0, 1)))
+
     return mass
 
 
@@ -129,6 +134,7 @@ def _prefill(
                     enable_gqa=True,
                 )[0].unflatten(0, asking.shape[:2])
             output[rows][start:stop] = attended.permute(2, 0, 1, 3)
+
     return output
 
 
@@ -176,6 +182,7 @@ def _decode(
         output[part] = scaled_dot_product_attention(
             query[part], own_keys, own_values, attn_mask=mask, scale=scale
         )
+
     return output
 
 
@@ -200,6 +207,7 @@ def _split(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
             torch.cat((attended, last), dim=1),
             torch.cat((weight, its_weight), dim=1),
         )
+
     return _join(attended.transpose(0, 1), weight.transpose(0, 1))
 
 
@@ -237,6 +245,7 @@ def _windows(
     streams = torch.tensor([heads.streams[head] for head in heads.windowed], device=keys.device)
     rows, size = tiles.rows, query.shape[2]
     attended = []
+
     for first in range(0, rows.shape[0], TILES):
         part = slice(first, first + TILES)
         slots = tiles.slots[:, part] + streams[:, None, None] * keys.shape[1]  # [h, w, k]
@@ -254,6 +263,7 @@ def _windows(
         )
         by_row = result.unflatten(2, (size, -1)).permute(0, 3, 1, 2, 4)  # [w, r, h, G, d]
         attended.append(by_row[tiles.real[part]])
+
     return torch.cat(attended)
 
 

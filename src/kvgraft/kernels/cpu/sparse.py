@@ -35,6 +35,7 @@ def block_sparse_attention(
                 query[here, None], own_keys, own_values, attn_mask=mask, scale=scale
             )  # [s, 1, g, dv]
             output[here] = attended[:, 0]
+
     return output.masked_fill_((lengths == 0)[:, None, None], 0.0)
 
 

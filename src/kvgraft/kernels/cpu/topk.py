@@ -15,6 +15,7 @@ def radix_topk(scores: Tensor, lengths: Tensor, k: int, tolerance: float, remap:
     )
     chosen = torch.zeros_like(pool)
     missing = pool.sum(1, keepdim=True).clamp(max=k)
+
     for bins in _digits(scores, pool, remap):
         counts = torch.zeros(len(scores), BINS + 1, dtype=torch.int64, device=scores.device)
         counts.scatter_add_(1, torch.where(pool, bins, BINS), torch.ones_like(bins))
@@ -27,6 +28,7 @@ def radix_topk(scores: Tensor, lengths: Tensor, k: int, tolerance: float, remap:
         missing = missing - from_top.gather(1, threshold + 1)
         if bool(((missing <= tolerance * k) | (missing == pool.sum(1, keepdim=True))).all()):
             break
+
     rank, size = pool.cumsum(1), pool.sum(1, keepdim=True).clamp(min=1)
     # choose among equal scores evenly over the columns
     chosen |= pool & (rank * missing // size > (rank - 1) * missing // size)

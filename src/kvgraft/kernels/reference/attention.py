@@ -26,6 +26,7 @@ def segpaged_attention(
     output = torch.empty_like(query) if output is None else output
     # query heads per KV head
     size = query.shape[1] // len(heads.streams)
+
     for context, rows in zip(layout.contexts, layout.rows, strict=True):
         here, at = torch.arange(context.seen, device=keys.device), context.device_positions[:, None]
         for head, (stream, page_list) in enumerate(
@@ -43,6 +44,7 @@ def segpaged_attention(
             weights = logits.masked_fill(~visible, float("-inf")).softmax(-1)
             present = values[stream, slots].float().masked_fill(~visible.any(0)[:, None], 0)
             output[rows, own] = (weights @ present).transpose(0, 1).to(query.dtype)
+
     return output
 
 
@@ -60,6 +62,7 @@ def varlen_attention(
     starts, firsts, counts = (
         x.tolist() for x in (sequences.query_starts, sequences.key_starts, sequences.num_keys)
     )
+
     for number, count in enumerate(counts):
         rows, seen = (
             slice(starts[number], starts[number + 1]),
@@ -72,6 +75,7 @@ def varlen_attention(
                 values[seen].float().repeat_interleave(query.shape[1] // values.shape[1], dim=1)
             )
             output[rows] = torch.einsum("hnt,thd->nhd", weights, spread).to(query.dtype)
+
     return output
 
 

@@ -46,6 +46,7 @@ def copy_changed(
     """See `kvgraft.kernels.changes.copy_changed`."""
     size = max(1, CHUNK_ELEMENTS // (pools[0].shape[-1] * len(heads.streams)))
     given = source[0].T, *source[1], target[0].T, *target[1], sides.T, weights
+
     for old, *shift, new, cos, sin, beside, weight in zip(
         *(part.split(size) for part in given), strict=True
     ):

@@ -37,4 +37,5 @@ def page_topk(
         lengths.append(len(blocks) * size - (-count % size))
         blocks += [max(total, 1) - 1] * (sum(always) + k - len(blocks))
         tables.append(pages[blocks])
+
     return torch.stack(tables), torch.tensor(lengths, device=tokens.device)

@@ -72,6 +72,7 @@ def segpaged_attention(
             outputs[:, head_set.places] = attended.view(asking.shape)
     if heads.windowed or runs.other_rows.numel():
         _paged(query, keys, values, heads, layout, scale, runs, output)
+
     return output
 
 
@@ -95,9 +96,11 @@ def _long_runs(
     # only the first list holds every token
     if any(head_set.page_list for head_set in heads.whole):
         return None
+
     runs = layout.long_runs(RUN)
     if runs is None or runs.tiles(RUN) * num_heads < programs_of(query.device) // PROGRAMS_PER_CORE:
         return None
+
     return runs if not query.is_cuda or _has_flash(query.device) else None
 
 
@@ -124,18 +127,21 @@ def takes_runs(device: torch.device) -> bool:
     )
     if here is None or there is None:
         raise AssertionError("there are runs")
+
     expected = varlen_attention(query, keys, values, here, 0.09)
     try:
         found = _varlen(query.to(device), keys.to(device), values.to(device), there, 0.09).cpu()
     except RuntimeError as error:
         logger.warning("flash attention is not used for long runs of queries: %s", error)
         return False
+
     rows = [row for run in runs.runs for row in range(run.start, run.stop)]
     agrees = torch.allclose(found[rows].float(), expected[rows].float(), atol=0.03)
     if not agrees:
         logger.warning(
             "flash attention is not used for long runs of queries: it computes them wrongly"
         )
+
     return agrees
 
 
@@ -155,12 +161,14 @@ def _flash(
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
     else:
         output = _varlen(query, own_keys, own_values, sequences, scale)
+
     for run in runs.runs:
         if run.opens and run.num_keys >= TRIANGLE:
             own = slice(run.first_key, run.first_key + run.num_keys)
             output[run.start : run.stop] = _triangle(
                 query[run.start : run.stop], own_keys[own], own_values[own], scale
             )
+
     return output
 
 
@@ -215,6 +223,7 @@ def _paged(
         )
         heads = LayerHeads(tuple(streams), tuple(lists), tuple(heads.local[head] for head in every))
         size //= sharing
+
     most = max(rows.stop - rows.start for rows in layout.rows) * size
     tile_rows = min(most_rows, triton.next_power_of_2(max(16, most)))
     with_runs = runs is None or bool(heads.windowed)
@@ -227,6 +236,7 @@ def _paged(
     splits = splits_of(query.device, len(tiles) * most_work, slots.shape[2])
     if output is None:
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
+
     rows = None if runs is None or with_runs else runs.other_rows
     # number of rows whose parts are joined
     num_parts = num_rows if rows is None else len(rows)
@@ -236,6 +246,7 @@ def _paged(
             splits, num_parts, num_heads, head_dim, dtype=torch.float32, device=query.device
         )
         weight = torch.empty(splits, num_parts, num_heads, dtype=torch.float32, device=query.device)
+
     _segpaged[len(tiles), len(heads.streams), splits](
         query, keys, values, parts, weight, tiles, layout.query_positions, slots, places_of(heads,
         query.device),
@@ -254,6 +265,7 @@ def _paged(
             parts, weight, output, rows, splits, num_parts * num_heads, num_heads, head_dim,
             SPLITS=most, TILE=min(most, max(1, JOINED // dim)), DIM=dim, INTO=runs is not None,
         )  # fmt: skip
+
     return output
 
 
@@ -412,6 +424,7 @@ def _join(  # type: ignore[no-untyped-def]
     best = tl.where(best == float("-inf"), 0.0, best)
     mass = tl.sum(tl.exp2(every - best), 0)
     total = tl.zeros([DIM], tl.float32)
+
     for first in range(0, SPLITS, TILE):
         split = first + tl.arange(0, TILE)
         at = split.to(tl.int64) * num_rows + row
@@ -419,8 +432,10 @@ def _join(  # type: ignore[no-untyped-def]
         inside = (split < splits)[:, None] & (dim < head_dim)[None]
         part = tl.load(parts + at[:, None] * head_dim + dim[None], mask=inside, other=0.0)
         total += tl.sum(part * tl.exp2(own - best)[:, None], 0)
+
     total = total / tl.where(mass > 0, mass, 1.0)
     if rows is not None:
         row = tl.load(rows + row // num_heads).to(tl.int64) * num_heads + row % num_heads
+
     size = tl.where(mass > 0, head_dim, 0) if INTO else head_dim
     tl.store(joined + row * head_dim + dim, total.to(joined.dtype.element_ty), mask=dim < size)

@@ -104,6 +104,7 @@ def _kv_changes(  # type: ignore[no-untyped-def]
         tl.store(to + 3 * half, fourth, mask=written)
     else:
         to = changes + (head.to(tl.int64) * num_rows + row[:, None]) * 2 * half + dim
+
     tl.store(to, first - old_first, mask=written)
     tl.store(to + half, second - old_second, mask=written)
 

@@ -27,6 +27,7 @@ def attention_mass(
     """
     if query.dtype is not keys.dtype:
         query, keys = query.float(), keys.float()
+
     (num_queries, num_heads, head_dim), (num_tokens, num_kv_heads) = query.shape, keys.shape[:2]
     size, dim = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
     kept, passing, warps, stages = score_tile(dim, query.dtype)
@@ -149,6 +150,7 @@ def _weigh(  # type: ignore[no-untyped-def]
     share = tl.cdiv(tl.cdiv(stop, tl.num_programs(2)), TILE_TOKENS) * TILE_TOKENS
     best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([TILE_ROWS], tl.float32)
+
     for start in range(split * share, tl.minimum((split + 1) * share, stop), TILE_TOKENS):
         token = start + tl.arange(0, TILE_TOKENS)
         k = _tokens(keys, begin + token, head, key_token, key_head, num_tokens, head_dim, WIDE, DIM)
@@ -158,6 +160,7 @@ def _weigh(  # type: ignore[no-untyped-def]
         safe = tl.where(greatest == float("-inf"), 0.0, greatest)
         mass = mass * tl.exp(best - safe) + tl.sum(tl.exp(logits - safe[:, None]), 1)
         best = greatest
+
     some = mass > 0
     total = tl.where(some, best + tl.log(tl.where(some, mass, 1.0)), float("-inf"))
     out = (

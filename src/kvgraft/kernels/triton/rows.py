@@ -108,6 +108,7 @@ def _norm_rotate(  # type: ignore[no-untyped-def]
         weights = weight + head * 2 * half + dim
         first *= scale * tl.load(weights, mask=dim < half, other=0.0).to(tl.float32)
         second *= scale * tl.load(weights + half, mask=dim < half, other=0.0).to(tl.float32)
+
     c = tl.load(cos + row * half + dim, mask=inside, other=1.0)
     s = tl.load(sin + row * half + dim, mask=inside, other=0.0)
     to = turned + (row * num_heads + head) * 2 * half + dim

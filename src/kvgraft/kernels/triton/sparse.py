@@ -145,6 +145,7 @@ def _join(  # type: ignore[no-untyped-def]
     best = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     joined = tl.zeros([ROWS, VALUE_DIM], tl.float32)
+
     for chunk in range(tl.load(sequences + row), tl.load(sequences + row + 1)):
         at = chunk * group + head
         logit = tl.load(weight + at, mask=row_mask, other=float("-inf"))
@@ -155,6 +156,7 @@ def _join(  # type: ignore[no-untyped-def]
         joined = joined * shrink[:, None] + part * grow[:, None]
         mass = mass * shrink + grow
         best = greatest
+
     joined = joined / tl.where(mass > 0, mass, 1.0)[:, None]
     out = row.to(tl.int64) * group + head
     tl.store(

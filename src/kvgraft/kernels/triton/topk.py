@@ -95,12 +95,14 @@ def _threshold(  # type: ignore[no-untyped-def]
         least = tl.minimum(least, tl.min(tl.where(there, score, float("inf")), 0))
         most = tl.maximum(most, tl.max(score, 0))
         size += tl.sum(there.to(tl.int32), 0)
+
     scale = 255.0 / tl.maximum(most - least, 1.1754944e-38)
     missing = tl.minimum(size, k)
     shift = 32  # bits of the key below those that `prefix` fixes
     prefix = tl.zeros([], tl.uint32)
     first = 0  # the bin of the threshold
     digit = tl.arange(0, 256)
+
     for turn in tl.static_range(0 if REMAP else 1, 5):
         if (turn == 0) | ((missing > tolerated) & (missing < size)) | ((turn == 1) & (not REMAP)):
             counts = tl.zeros([256], tl.int32)
@@ -126,6 +128,7 @@ def _threshold(  # type: ignore[no-untyped-def]
             else:
                 shift = 32 - 8 * turn
                 prefix = (prefix << 8) | threshold.to(tl.uint32)
+
     return least, scale, first, prefix, shift, missing, size
 
 
@@ -159,6 +162,7 @@ def _radix(  # type: ignore[no-untyped-def]
     )
     written = 0
     seen = 0
+
     for start in range(0, length, TILE):
         column, chosen, seen = _chosen(
             scores,
@@ -198,6 +202,7 @@ def choose_pages(  # type: ignore[no-untyped-def]
     )
     written = begin
     seen = 0
+
     for start in range(0, between, TILE):
         column, chosen, seen = _chosen(
             scores,
@@ -218,8 +223,10 @@ def choose_pages(  # type: ignore[no-untyped-def]
         page = tl.load(rows + begin + column, mask=chosen, other=0)
         tl.store(table + place, page, mask=chosen & (place < begin + k))
         written += tl.sum(chosen.to(tl.int32), 0)
+
     written = tl.minimum(written, begin + k)
     count = written + total - end
+
     for start in range(0, width, TILE):
         place = start + tl.arange(0, TILE)
         always = (place < begin) | (place >= written)
@@ -228,6 +235,7 @@ def choose_pages(  # type: ignore[no-untyped-def]
         )
         page = tl.load(rows + block, mask=always & (place < width), other=0)
         tl.store(table + place, page, mask=always & (place < width))
+
     tl.store(length, (count * size - (total * size - tokens)).to(tl.int64))
 
 

@@ -64,6 +64,7 @@ def load_suite(path: Path, split: str = "all") -> FileSuite:
     """
     check_split(split)
     records = _read(path)
+
     for known in FORMATS:
         if known.fields <= records[0].keys():
             parsed = tuple(_parse(path, known, known.complete(path, records)))
@@ -75,6 +76,7 @@ def load_suite(path: Path, split: str = "all") -> FileSuite:
                     f"{path}: of {len(records)} records none can be asked about{of_split(split)}"
                 )
             return FileSuite(path.stem, f"{known.name}: {path.name}{of_split(split)}", chosen)
+
     names = "; ".join(f"{known.name} has {', '.join(sorted(known.fields))}" for known in FORMATS)
     raise ValueError(
         f"{path}: a record with the fields {', '.join(sorted(records[0]))} is of no known format: "
@@ -88,17 +90,20 @@ def _read(path: Path) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
+
     text = path.read_text(encoding="utf-8")
     try:
         records = _lines(text) if path.suffix == ".jsonl" else _whole(text)
     except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
+
     if (
         not isinstance(records, list)
         or not records
         or not all(isinstance(record, dict) for record in records)
     ):
         raise ValueError(f"{path}: must be a list of records (JSON), or a record a line (JSONL)")
+
     return records
 
 

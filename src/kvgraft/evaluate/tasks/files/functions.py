@@ -38,6 +38,7 @@ def with_answers(path: Path, records: list[Any]) -> list[Any]:
         raise FileNotFoundError(
             f"{path}: the answers of BFCL are looked for in {beside}, and there is no such file"
         )
+
     try:
         answers = {
             answer["id"]: answer
@@ -47,4 +48,5 @@ def with_answers(path: Path, records: list[Any]) -> list[Any]:
         raise ValueError(
             f"{beside}: must have a record with an id a line: {type(error).__name__} {error}"
         ) from error
+
     return [{**record, **answers.get(record.get("id"), {})} for record in records]
