@@ -40,9 +40,8 @@ def run_fleet(context: typer.Context) -> None:
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     from kvgraft.fleet.options import read_command
 
-    options, args = read_command(
-        context.args
-    )  # errors in the options are reported before Ray is imported
+    # errors in the options are reported before Ray is imported
+    options, args = read_command(context.args)
     from kvgraft.fleet.application import run
 
     run(options, args)

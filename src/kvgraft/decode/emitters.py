@@ -67,6 +67,8 @@ def _size(value: Value, axis: int) -> int:
 
 
 def _elementwise(template: str) -> Callable[[Writer, Value], str]:
+    """Return an emitter that formats its operands into a template."""
+
     def emit(writer: Writer, value: Value) -> str:
         rank = len(value.shape) - 1
         return template.format(*(writer.operand(given, rank) for given in value.inputs))

@@ -170,9 +170,8 @@ class _Run:
         """
         operator, batch, options = value.made_by, self._batch, dict(value.options)
         if value.saves_to:
-            self.made[value] = self._read(
-                value.inputs[1]
-            ).clone()  # the tensor may be reused memory
+            # the tensor may be in memory that the next call reuses
+            self.made[value] = self._read(value.inputs[1]).clone()
             self._saves.append((value.saves_to, self.made[value]))
             return
 

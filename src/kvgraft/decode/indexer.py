@@ -40,9 +40,8 @@ class Indexer:
             name: torch.empty(
                 num_rows,
                 *shape,
-                dtype=torch.float32
-                if name in program.saved
-                else like.dtype,  # float32: small steps add up
+                # saved state adds up many small steps
+                dtype=torch.float32 if name in program.saved else like.dtype,
                 device=like.device,
             )
             for name, shape in program.caches.items()

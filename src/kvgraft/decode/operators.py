@@ -130,8 +130,9 @@ def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _top(
     scores: Tensor, *, k: int, tolerance: float | None = None, lengths: Tensor | None = None
 ) -> Tensor:
-    """int64 [S, k]; on CPU always exact, since nothing beats PyTorch's own
-    (docs/results/flows.md)."""
+    """Return the k best blocks, int64 [S, k]. On the CPU the result is always exact, because
+    PyTorch's own top-k is the fastest there (docs/results/flows.md).
+    """
     flat = scores.flatten(1)
     if lengths is None:
         lengths = torch.full((len(flat),), flat.shape[1], device=flat.device)

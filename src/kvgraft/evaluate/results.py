@@ -67,10 +67,8 @@ def overview_table(summaries: Sequence[Summary]) -> list[list[str]]:
     return [header, *lines]
 
 
-PAIRED: dict[
-    str, tuple[Callable[[EvalRow], float], str]
-    # figures that are paired prompt by prompt: getter and format
-] = {
+# figures that are paired prompt by prompt: getter and format
+PAIRED: dict[str, tuple[Callable[[EvalRow], float], str]] = {
     "score": (lambda row: row.score, "+.3f"),
     "answer KL": (lambda row: row.answer.distances["answer_kl"], "+.4f"),
 }

@@ -20,12 +20,8 @@ from kvgraft.testbed.scenarios import Segments, make_scenarios
 from kvgraft.vllm.server.process import Server, serving
 
 MODEL = "bundled"
-SERVER_FLAGS = (
-    "--dtype",
-    "float32",
-    "--kvgraft-costs",
-    "tokens",
-)  # the same results on any machine
+# the results are the same on any machine
+SERVER_FLAGS = ("--dtype", "float32", "--kvgraft-costs", "tokens")
 MAX_TOKENS = 4
 METRICS = ("kvgraft:requests_total", "kvgraft:tokens_total", "kvgraft:misses_total")
 

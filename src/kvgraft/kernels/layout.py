@@ -14,7 +14,8 @@ from kvgraft.kernels.long_runs import LongRuns, Run
 from kvgraft.kernels.memoised import forget, memoised
 from kvgraft.kernels.upload import upload
 
-LONG_RUN = 256  # queries
+# least number of queries of a long run
+LONG_RUN = 256
 # tokens; in a decode step no other prompt is padded to a context of this length
 LONG_CONTEXT = 4096
 # queries that attention kernels take at a time

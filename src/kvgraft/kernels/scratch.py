@@ -22,9 +22,8 @@ def room(use: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
     )
     size, key = math.prod(shape), (use, dtype, device)
     if key not in rooms or rooms[key].numel() < size:
-        with torch.inference_mode(
-            False
-        ):  # tensors made in inference mode cannot be written outside of it
+        # tensors made in inference mode cannot be written outside of it
+        with torch.inference_mode(False):
             rooms[key] = torch.empty(size, dtype=dtype, device=device)
     return rooms[key][:size].view(shape)
 

@@ -238,9 +238,8 @@ def rotate_part(
         interleaved: pair channel 2i of these with 2i + 1, instead of the one in the other half.
     """
     stop = first + 2 * cos.shape[-1]
-    if (
-        first == 0 and stop == x.shape[-1] and not interleaved
-    ):  # most models: avoids a copy of the part
+    # most models rotate all channels, so no part is copied
+    if first == 0 and stop == x.shape[-1] and not interleaved:
         return rotate(x, cos, sin)
     turning = x[..., first:stop]
     if interleaved:

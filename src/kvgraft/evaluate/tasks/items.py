@@ -13,9 +13,8 @@ from typing import Literal, get_args
 
 Metric = Literal["contains_all", "contains_any", "f1", "calls"]
 Pattern = Literal["alone", "reordered", "instruction", "interleaved", "between", "tail"]
-PATTERNS: tuple[Pattern, ...] = get_args(
-    Pattern
-)  # docs/evaluation.md says what each pattern reads first
+# docs/evaluation.md says what each pattern reads first
+PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 # questions about one text
 QUESTIONS = 4
 

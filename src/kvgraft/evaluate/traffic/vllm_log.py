@@ -63,6 +63,7 @@ def _request(found: re.Match[str]) -> LoggedRequest | BadLine:
 
 
 def _unquoted(literal: str) -> str:
+    """Return the text of a Python string literal."""
     # parses a literal that the pattern has found to be one string
     text: str = ast.literal_eval(literal)
     return text

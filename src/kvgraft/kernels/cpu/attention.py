@@ -128,8 +128,8 @@ def _prefill(
                     own_keys[None, :, :seen],
                     own_values[None, :, :seen],
                     attn_mask=None if seen == chunk else tokens[:seen] <= at[:, None],
-                    is_causal=seen
-                    == chunk,  # the beginning of the prompt is a plain causal triangle
+                    # the beginning of the prompt is a plain causal triangle
+                    is_causal=seen == chunk,
                     scale=scale,
                     enable_gqa=True,
                 )[0].unflatten(0, asking.shape[:2])

@@ -62,6 +62,7 @@ def copy_changed(
 
 @triton.jit
 def _turned(first, second, c, s):  # type: ignore[no-untyped-def]
+    """Rotate the halves of keys by cosine and sine."""
     return first * c - second * s, second * c + first * s
 
 
