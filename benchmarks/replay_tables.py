@@ -193,16 +193,16 @@ class Prediction:
     """What a server in shadow mode said, and what a live one did with the same requests.
 
     Attributes:
-        would_graft, grafted: shares of all prompt tokens.
-        would_save_s, estimated_s: seconds of prefill that grafts save, as both servers expect of
+        graftable, grafted: shares of all prompt tokens.
+        expected_saving_s, estimated_s: seconds of prefill that grafts save, as both servers expect of
             their costs.
         saved_s: time to first token of the one less that of the other, over the requests that the
             live one grafted.
     """
 
-    would_graft: float
+    graftable: float
     grafted: float
-    would_save_s: float
+    expected_saving_s: float
     estimated_s: float
     saved_s: float
 
@@ -226,7 +226,7 @@ class Prediction:
     def line(self) -> str:
         """All of it."""
         return (
-            f"would graft {self.would_graft:.1%} of the tokens and save {self.would_save_s:.2f} s; "
+            f"would graft {self.graftable:.1%} of the tokens and save {self.expected_saving_s:.2f} s; "
             "the live server "
             f"grafted {self.grafted:.1%}, expected to save {self.estimated_s:.2f} s and was "
             f"{self.saved_s:.2f} s sooner"

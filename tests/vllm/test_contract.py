@@ -231,8 +231,8 @@ HANDED = {
         "req_states.prompt_len",
     ): f"{BUFFERS}:UvaBackedTensor",
     ("compat/forced_tokens.py", "SlotAnswers", "ctx"): f"{SLOT_PROCESSORS}:LogitsContext",
-    ("compat/forced_tokens.py", "add_given_answers", "runner"): RUNNERS,
-    ("compat/forced_tokens.py", "add_given_answers", "runner.vllm_config"): CONFIG,
+    ("compat/forced_tokens.py", "add_forced_tokens", "runner"): RUNNERS,
+    ("compat/forced_tokens.py", "add_forced_tokens", "runner.vllm_config"): CONFIG,
     ("compat/forced_tokens.py", "_add_to_batch", "runner"): " ".join(RUNNERS.split()[:2]),
     (
         "compat/forced_tokens.py",
@@ -766,7 +766,7 @@ def test_every_rank_has_all_logits():
     assert resolve("vllm.platforms:current_platform").use_all_gather()
 
 
-def test_given_answers_come_behind_the_models_log_probabilities():
+def test_forced_tokens_come_behind_the_models_log_probabilities():
     first = inspect.getsource(resolve("vllm.v1.sample.sampler:Sampler").forward)
     told, processed = (
         first.index("self.compute_logprobs(logits)"),
@@ -800,7 +800,7 @@ def test_the_first_runner_counts_tokens_that_it_does_not_know_yet():
 def test_processors_of_the_configuration_make_the_first_runner_wait():
     runner = inspect.getsource(resolve(RUNNERS.split()[1]))
     assert "logitsprocs_need_output_token_ids=bool(custom_logitsprocs)" in runner, (
-        "add_given_answers goes past vllm_config.model_config.logits_processors for this reason "
+        "add_forced_tokens goes past vllm_config.model_config.logits_processors for this reason "
         "only"
     )
     assert "logitsprocs=self.input_batch.logitsprocs," in runner, (

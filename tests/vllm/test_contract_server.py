@@ -167,7 +167,7 @@ def test_every_request_passes_the_guard():
     assert admit == ["self", "request"], "engine_core.add_request_async(request)"
 
 
-def test_what_is_read_anew_can_be_aborted_by_the_name_that_it_was_given():
+def test_an_idle_refresh_can_be_aborted_by_the_name_that_it_was_given():
     assert callable(OutputProcessor.has_unfinished_requests), "TenantEngineClient.is_idle asks it"
     assert list(inspect.signature(AsyncLLM.abort).parameters)[:2] == ["self", "request_id"]
     source = inspect.getsource(OutputProcessor.abort_requests)

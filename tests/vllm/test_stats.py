@@ -162,7 +162,7 @@ def test_everything_that_a_store_counts_is_named_and_documented():
     """In its code names of events stand as strings beside the counts."""
     sources = "".join(path.read_text() for path in Path(store.__file__).parent.glob("*.py"))
     counted = set(
-        re.findall(r'(?:_counts\[|_count\(|_failed\(|return |hits = )"([a-z_]+)"', sources)
+        re.findall(r'(?:_counts\[|_count\(|_failed\(|return \(?\s*|hits = )"([a-z_]+)"', sources)
     )
     assert {"stored", "write_failed", "shared_gone", "shared_late", "ram_hits"} <= counted
     assert counted - {"exact", "similar"} <= EVENTS.keys()

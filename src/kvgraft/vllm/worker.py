@@ -8,7 +8,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from kvgraft.kernels.cpu.attention import SCORE_ROWS
-from kvgraft.vllm.compat.forced_tokens import add_given_answers
+from kvgraft.vllm.compat.forced_tokens import add_forced_tokens
 from kvgraft.vllm.compat.head_maps import find_head_map
 from kvgraft.vllm.compat.support import check_connector
 from kvgraft.vllm.connector import KVGraftConnector
@@ -36,7 +36,7 @@ class KVGraftWorker(PlatformWorker):
         if isinstance(connector, KVGraftConnector):
             with torch.inference_mode():
                 connector.worker_side.attach(self.model_runner)
-            add_given_answers(self.model_runner)
+            add_forced_tokens(self.model_runner)
 
     def determine_available_memory(self) -> int:
         """Return bytes for the KV cache, without those for a recovery of the longest prompt.

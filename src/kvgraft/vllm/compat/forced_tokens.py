@@ -96,7 +96,7 @@ class SlotAnswers(LogitsProcessor):
         return logits
 
 
-def add_given_answers(runner: Any) -> None:
+def add_forced_tokens(runner: Any) -> None:
     """Add the logits processor to a model runner whose cache is set up."""
     if runner.vllm_config.use_v2_model_runner:
         _add_to_slots(runner)

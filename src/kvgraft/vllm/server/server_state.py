@@ -54,7 +54,7 @@ class ServerState:
         self._silence_limit_s = default_limit_s() if limit_s is None else limit_s
         self._probe: EngineProbe | None = None
         self._engine_client: TenantEngineClient | None = None
-        self._idle_reader: IdleRefresher | None = None
+        self._idle_refresher: IdleRefresher | None = None
 
     @property
     def engine_client(self) -> TenantEngineClient:
@@ -124,7 +124,7 @@ class ServerState:
         if self.settings.guard:
             self._engine_client.guard = ServerGuard(self.settings, self._engine_client, model_name)
         if self.settings.idle_refresh:
-            self._idle_reader = IdleRefresher(self._engine_client)
+            self._idle_refresher = IdleRefresher(self._engine_client)
 
 
 def _settings(args: Namespace) -> KVGraftSettings:
