@@ -194,8 +194,8 @@ class Prediction:
 
     Attributes:
         graftable, grafted: shares of all prompt tokens.
-        expected_saving_s, estimated_s: seconds of prefill that grafts save, as both servers expect of
-            their costs.
+        expected_saving_s, estimated_s: seconds of prefill that grafts save, as the server in shadow
+            mode and the live one expect.
         saved_s: time to first token of the one less that of the other, over the requests that the
             live one grafted.
     """
@@ -226,10 +226,9 @@ class Prediction:
     def line(self) -> str:
         """All of it."""
         return (
-            f"would graft {self.graftable:.1%} of the tokens and save {self.expected_saving_s:.2f} s; "
-            "the live server "
-            f"grafted {self.grafted:.1%}, expected to save {self.estimated_s:.2f} s and was "
-            f"{self.saved_s:.2f} s sooner"
+            f"would graft {self.graftable:.1%} of the tokens and save "
+            f"{self.expected_saving_s:.2f} s; the live server grafted {self.grafted:.1%}, expected "
+            f"to save {self.estimated_s:.2f} s and saved {self.saved_s:.2f} s"
         )
 
 
