@@ -95,6 +95,7 @@ class SettingFields:
         "requests name another policy",
         is_layers,
         parse=int,
+        is_list=True,
         shown="the layers that the server's policy needs",
     )
     continuation: bool = setting(

@@ -21,7 +21,8 @@ class Setting:
         what: what it does, with its unit; one line of Markdown.
         change: when an operator should change it; one line of Markdown.
         shown: its default, as docs show it.
-        parse: makes the value from the text of its flag; None: the flag has no value.
+        parse: makes a value from the text of its flag; None: the flag has no value.
+        is_list: whether the flag takes several values.
         check: raises ValueError, with the name, unless a value is allowed.
     """
 
@@ -30,11 +31,13 @@ class Setting:
     shown: str
     parse: Callable[[str], Any] | None
     check: Check
+    is_list: bool
 
     @property
     def help(self) -> str:
         """The text of `--help`, without Markdown."""
-        return f"{_plain(self.what)}. Default: {_plain(self.shown)}."
+        end = "" if self.what.endswith(".") else "."
+        return f"{_plain(self.what)}{end} Default: {_plain(self.shown)}."
 
     def row(self, flag: str) -> str:
         """The row of the flag in a table of docs: option, what it does, default, when to change."""
@@ -49,10 +52,11 @@ def setting(
     *,
     parse: Callable[[str], Any] | None = str,
     shown: str | None = None,
+    is_list: bool = False,
 ) -> Any:
     """Return the field of a dataclass of settings; see `Setting`."""
     shown = f"{default:,}" if shown is None else shown
-    declared = Setting(what, change, shown, parse, check)
+    declared = Setting(what, change, shown, parse, check, is_list)
     return field(default=default, metadata={_SCHEMA: declared})
 
 

@@ -1,11 +1,11 @@
 """KVGraft's flags of `kvgraft serve`, in addition to vLLM's. This module does not import vLLM."""
 
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Any
 
 from kvgraft.vllm.setting_fields import SettingFields
-from kvgraft.vllm.setting_schema import Setting, declaration
+from kvgraft.vllm.setting_schema import declaration
 
 # of the attributes that hold KVGraft's flags after parsing
 PREFIX = "kvgraft_"
@@ -25,7 +25,7 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     group.add_argument("--json", action="store_true", help="With --check: print it as JSON.")
     for each in fields(SettingFields):
-        _add_setting(group, each.name, declaration(each))
+        _add_setting(group, each)
     group.add_argument(
         "--kvgraft-head-paging",
         action="store_true",
@@ -68,17 +68,16 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _add_setting(group: Any, name: str, declared: Setting) -> None:
-    """Add the flag of a setting."""
-    flag, text = flag_of(name), declared.help.replace("%", "%%")
-    if name == "continuation":
-        group.add_argument(flag, action=BooleanOptionalAction, default=None, help=text)
-    elif declared.parse is None:
-        group.add_argument(flag, action="store_true", default=None, help=text)
-    elif name == "residual_layers":
-        group.add_argument(flag, type=declared.parse, nargs="+", help=text)
+def _add_setting(group: Any, setting: Field) -> None:
+    """Add the flag of a setting; one that is on by default can also be negated."""
+    declared = declaration(setting)
+    flag, text = flag_of(setting.name), declared.help.replace("%", "%%")
+    if declared.parse is None:
+        action = BooleanOptionalAction if setting.default else "store_true"
+        group.add_argument(flag, action=action, default=None, help=text)
     else:
-        group.add_argument(flag, type=declared.parse, help=text)
+        nargs = "+" if declared.is_list else None
+        group.add_argument(flag, type=declared.parse, nargs=nargs, help=text)
 
 
 def flag_of(name: str) -> str:
@@ -89,9 +88,8 @@ def flag_of(name: str) -> str:
 def _add_owners(group: Any) -> None:
     """Add the flags about tenants: the admin key, shared namespaces and single-tenant servers."""
     group.add_argument(
-        "--kvgraft-admin-key", help="For the segments API; rather set KVGRAFT_ADMIN_KEY."
+        "--kvgraft-admin-key", help="Key of the pins API; better: set KVGRAFT_ADMIN_KEY."
     )
-
     group.add_argument(
         SHARE,
         action="append",
@@ -104,5 +102,5 @@ def _add_owners(group: Any) -> None:
     group.add_argument(
         "--kvgraft-single-tenant",
         action="store_true",
-        help="All who reach the server belong together.",
+        help="All callers share one cache.",
     )
