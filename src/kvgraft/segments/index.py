@@ -4,7 +4,7 @@
 import hashlib
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -146,13 +146,12 @@ class VirtualBlockIndex:
         beyond the first _LEVELS - 1 form one level, so that the cost does not grow with the number
         of depths. Then runs grow token by token into the neighbouring blocks of their source.
         """
-        free, unclaimed = query.unclaimed(), bytearray(query.unclaimed().tobytes())
-        max_depth = min(query.max_depth, MAX_DEPTH)
-        prompt = _Prompt(replace(query, max_depth=max_depth), unclaimed)
+        free = query.unclaimed()
+        prompt = _Prompt(query, bytearray(free.tobytes()))
         found = [self._candidates(prompt, free, scope) for scope in query.scopes]
         starts, ids = (np.concatenate(parts) for parts in zip(*found, strict=True))
         ranks = np.repeat(np.arange(len(found)), [len(part) for part, _ in found])
-        too_deep = self._entries.depth[ids] > max_depth
+        too_deep = self._entries.depth[ids] > query.max_depth
         hidden = starts[too_deep & (not query.require_clean_context)]
         starts, ids, ranks = starts[~too_deep], ids[~too_deep], ranks[~too_deep]
         depths = self._entries.depth[ids]
@@ -164,7 +163,7 @@ class VirtualBlockIndex:
         self._extend(prompt, runs, step=-1)
         self._extend(prompt, runs, step=+1)
         runs.sort(key=lambda run: run.start)
-        left = np.frombuffer(unclaimed, bool)
+        left = np.frombuffer(prompt.unclaimed, bool)
         self.num_too_deep = (
             int((left & self._covered(hidden, query.tokens)).sum()) if len(hidden) else 0
         )
