@@ -4,11 +4,12 @@ against no such tier.
     python benchmarks/shared_tier.py [--tokens 1024] [--rounds 20]
         [--out docs/results/shared_tier.json]
 
-A Redis server is started for each way to fail, and an engine with a store in host memory answers a
-new prompt in turn above each tier: its text was never read ("new"), or another machine has read it
-and told so ("told"), and the place then fails. So a prompt that was told waits for the place, until
-it is left alone. Behind a proxy every answer of the slow server comes two seconds late; the data of
-the corrupt one is changed. Paired ratios of times to the first token."""
+A Redis server is started for each way to fail. An engine with a store in host memory answers a new
+prompt above each tier in turn. Either nobody has read its text ("new"), or another machine has read
+and announced it ("announced") before the place fails. An announced prompt waits for the place until
+the circuit breaker opens. A proxy delays every answer of the slow server by two seconds, and
+changes the data of the corrupt one. Paired ratios of times to first token.
+"""
 
 import json
 import shutil
@@ -88,17 +89,19 @@ def main(
         make_model(Path(name) / "model", layers, tokens + 2 * NEW_TOKENS)
         engine = make_engine(Path(name) / "model", "float32", tokens)
         prompts = {number: make_prompt(number, tokens) for number in range(2 * (rounds + 1))}
-        told = [prompt for number, prompt in prompts.items() if number % 2]
-        stores = {side: s.enter_context(side_of(side, engine, told, Path(name))) for side in SIDES}
+        announced = [prompt for number, prompt in prompts.items() if number % 2]
+        stores = {
+            side: s.enter_context(side_of(side, engine, announced, Path(name))) for side in SIDES
+        }
         seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
         counts = {side: store.counts for side, store in stores.items()}
         grown: dict[tuple[str, str], dict[str, int]] = {}
-        for kind in ("new", "told"):
+        for kind in ("new", "announced"):
             for number in range(rounds + 1):
-                times = ask_all(engine, stores, prompts[2 * number + (kind == "told")], number)
+                times = ask_all(engine, stores, prompts[2 * number + (kind == "announced")], number)
                 for side, found in times.items():
                     seconds[kind, side].append(found)
-                on_progress(number + 1 + (rounds + 1) * (kind == "told"), 2 * (rounds + 1))
+                on_progress(number + 1 + (rounds + 1) * (kind == "announced"), 2 * (rounds + 1))
             now = {side: store.counts for side, store in stores.items()}
             grown |= {(kind, side): now[side] - counts[side] for side in SIDES}
             counts = now
@@ -107,7 +110,9 @@ def main(
         "timeout, s": TIMEOUT_S,
     }
     rows = [
-        row_of(kind, side, seconds, grown[kind, side]) for kind in ("new", "told") for side in SIDES
+        row_of(kind, side, seconds, grown[kind, side])
+        for kind in ("new", "announced")
+        for side in SIDES
     ]
     report({**settings, "answers of the slow server, s late": DELAY_S}, rows, out)
 
@@ -123,9 +128,9 @@ def make_prompt(number: int, tokens: int) -> list[int]:
 
 @contextmanager
 def side_of(
-    side: str, engine: Engine, told: list[list[int]], folder: Path
+    side: str, engine: Engine, announced: list[list[int]], folder: Path
 ) -> Iterator[SegmentStore]:
-    """A store above a place that holds the prompts which are told, and that fails from now on."""
+    """Open a store above a place that holds the announced prompts and fails from now on."""
     if side == NONE:
         with closing(open_store(engine, None)) as store:
             yield store
@@ -133,7 +138,7 @@ def side_of(
     with ExitStack() as stack:
         server, path = stack.enter_context(redis_server(folder / f"{side}.sock"))
         with closing(open_store(engine, f"unix://{path}")) as writer:
-            for prompt in told:
+            for prompt in announced:
                 answer(engine, prompt, "full", tiers_of(engine, writer), remember=True)
                 writer.flush()
         url, late = (
@@ -142,7 +147,7 @@ def side_of(
             else (f"unix://{path}", threading.Event())
         )
         store = stack.enter_context(closing(open_store(engine, url)))
-        require_equal(len(store), len(writer), f"{side}: chunks that are told")
+        require_equal(len(store), len(writer), f"{side}: chunks that are announced")
         late.set()
         if side == DOWN:
             server.kill()

@@ -70,19 +70,19 @@ def listed(kvgraft: Kvgraft, directory: Path) -> dict[str, dict[str, Any]]:
 
 def test_list_tells_whose_segments_there_are(kvgraft: Kvgraft, directory: Path):
     code, printed, _ = kvgraft("store", "list", "--dir", directory, "--json")
-    told = json.loads(printed)
+    printed_json = json.loads(printed)
     assert code == 0
-    assert [entry["used"] for entry in told["chunks"]] == sorted(
-        entry["used"] for entry in told["chunks"]
+    assert [entry["used"] for entry in printed_json["chunks"]] == sorted(
+        entry["used"] for entry in printed_json["chunks"]
     )
-    assert {(e["namespace"], e["tokens"], e["start"]) for e in told["chunks"]} == {
+    assert {(e["namespace"], e["tokens"], e["start"]) for e in printed_json["chunks"]} == {
         ("tenant", 16, 0), ("tenant", 8, 16), (HOSTILE, 16, 0), (HOSTILE, 16, 16),
     }  # fmt: skip
     assert {name: (sums["chunks"], sums["tokens"]) for name,
-    sums in told["namespaces"].items()} == {
+    sums in printed_json["namespaces"].items()} == {
         "tenant": (3, 40), HOSTILE: (2, 32),
     }  # fmt: skip
-    assert told["total"]["bytes"] == sum(
+    assert printed_json["total"]["bytes"] == sum(
         path.stat().st_size for path in directory.rglob("*.safetensors")
     )
     code, printed, _ = kvgraft(
@@ -113,21 +113,26 @@ def test_what_is_printed_fits_80_columns_and_commands_no_terminal(
 def test_show_tells_everything(kvgraft: Kvgraft, directory: Path):
     chunk = make_chunk(2)
     code, printed, _ = kvgraft("store", "show", chunk.key.hex()[:16], "--dir", directory, "--json")
-    told = json.loads(printed)
+    printed_json = json.loads(printed)
     assert code == 0
-    assert (told["key"], told["source"], told["blocks"], told["block_size"]) == (
+    assert (
+        printed_json["key"],
+        printed_json["source"],
+        printed_json["blocks"],
+        printed_json["block_size"],
+    ) == (
         chunk.key.hex(),
         2,
         4,
         SIZE,
     )
-    assert told["tensors"]["residual"] == "float32 [1, 16, 10]"
-    assert (told["scope"], told["int8"], told["token_ids"]) == (
+    assert printed_json["tensors"]["residual"] == "float32 [1, 16, 10]"
+    assert (printed_json["scope"], printed_json["int8"], printed_json["token_ids"]) == (
         chunk.scope.hex(),
         False,
         chunk.tokens.tolist(),
     )
-    assert "text" not in told
+    assert "text" not in printed_json
 
 
 def test_show_prints_the_text_if_the_model_is_named(
@@ -232,9 +237,9 @@ def test_gc_of_a_quota(kvgraft: Kvgraft, directory: Path):
         == "nothing to remove\n"
     )
     kvgraft("store", "gc", "--dir", directory, "--disk-gib", 2 * total / 2**30, "--quota", 0.2)
-    told = json.loads(kvgraft("store", "list", "--dir", directory, "--json")[1])
-    assert all(0 < sums["bytes"] <= 0.4 * total for sums in told["namespaces"].values())
-    assert len(told["namespaces"]) == 2
+    printed_json = json.loads(kvgraft("store", "list", "--dir", directory, "--json")[1])
+    assert all(0 < sums["bytes"] <= 0.4 * total for sums in printed_json["namespaces"].values())
+    assert len(printed_json["namespaces"]) == 2
 
 
 def test_a_store_in_use_takes_notice_but_is_not_cleaned(kvgraft: Kvgraft, directory: Path):

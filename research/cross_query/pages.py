@@ -65,12 +65,12 @@ def _edit(rng: Random, words: list[str]) -> list[str]:
     if kind == "delete" and adjectives:
         at = rng.choice(adjectives)
         return [*words[:at], *words[at + 1 :]]
-    at, alike = rng.choice(
-        [(at, alike) for at, word in enumerate(words) for alike in _CLASSES if word in alike]
+    at, group = rng.choice(
+        [(at, group) for at, word in enumerate(words) for group in _CLASSES if word in group]
     )
     return [
         *words[:at],
-        rng.choice([word for word in alike if word != words[at]]),
+        rng.choice([word for word in group if word != words[at]]),
         *words[at + 1 :],
     ]
 

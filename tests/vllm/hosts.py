@@ -242,7 +242,7 @@ class Host:
         """Hashes of approximate blocks that a prompt would find which goes on with all that stands
         before them."""
         known, cached = (
-            self.side._continuing._known._blocks,
+            self.side._continuation._known._blocks,
             self.manager.block_pool.get_cached_block,
         )
         reachable: set[Any] = set()

@@ -315,8 +315,7 @@ def test_newer_versions_are_refused_by_name_unless_they_are_allowed(
 ):
     monkeypatch.setattr(support, "vllm_version", lambda: version)
     assert refusal(configure()) == (
-        f"vLLM {version}: supported are {SUPPORTED}; to try it all the same: "
-        "--kvgraft-allow-untested"
+        f"vLLM {version}: supported are {SUPPORTED}; to try it anyway: --kvgraft-allow-untested"
     )
     check_supported(
         configure(kv_transfer_config=transfer(allow_untested=True)), cache_of(spec_of())
@@ -326,9 +325,7 @@ def test_newer_versions_are_refused_by_name_unless_they_are_allowed(
         for record in caplog.records
         if record.levelname == "WARNING" and record.name == "kvgraft"
     ]
-    assert warned == [
-        f"vLLM {version} is not tested, and was allowed all the same; known are {SUPPORTED}"
-    ]
+    assert warned == [f"vLLM {version} is not tested, and was allowed; known are {SUPPORTED}"]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_it_is_as_plain_vllm_would_have_it(host: Host, plain: HostProcess):
 def spoil_grafted_blocks(host: Host) -> int:
     """Overwrite what was grafted, and what only prompts find which go on with it; how many tokens
     that are."""
-    known = host.side._continuing._known._blocks.values()
+    known = host.side._continuation._known._blocks.values()
     blocks = host.known.pool.find({key for key, _, grafted, _ in known if grafted})
     host.poison(blocks)
     return len(blocks) * BLOCK
@@ -99,7 +99,7 @@ def test_who_comes_while_it_is_recovered_waits(host: Host, plain: HostProcess):
 def test_a_plan_that_waits_is_made_anew_when_others_have_come_to_read_what_it_rewrites(host: Host):
     name = host.add(Ask(first_turn(host, EVERYTHING), EVERYTHING, max_tokens=2))
     state, known = host.state(name), host.known
-    host.side._continuing.inject_approximate_prefix(state)
+    host.side._continuation.inject_approximate_prefix(state)
     state.prefix = known.pool.find(state.request.block_hashes)
     num_prefix = len(state.prefix) * BLOCK
     state.candidate = known.plan(state, num_prefix)[1]

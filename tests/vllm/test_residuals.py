@@ -88,7 +88,7 @@ def test_documents_that_are_read_on_their_own_leave_the_residual_rows_of_others_
     ]
     assert changed == []
     assert all(bool(state.abs().sum() > 0) for block in range(1, 25) for state in before[block][1])
-    host.side._continuing.clear()  # or they would go on with what they have left
+    host.side._continuation.clear()  # or they would go on with what they have left
     again = host.ask(*grafts)
     assert [answer.tokens for answer in again] == [answer.tokens for answer in truth]
     assert [answer.grafted for answer in again] == [len(SHARED) - 1] * 2

@@ -15,7 +15,7 @@ from kvgraft.prefill.policies import parse_policy
 from kvgraft.reuse.provenance import BlockProvenance
 from kvgraft.segments.keys import scope_digest
 from kvgraft.vllm.connector.planner import Planner
-from kvgraft.vllm.connector.prefix_lookup import Continuing, HashMasking
+from kvgraft.vllm.connector.prefix_lookup import HashMasking, PrefixContinuation
 from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.options import RequestOptions
 from kvgraft.vllm.settings import KVGraftSettings
@@ -50,7 +50,7 @@ class Desk:
         settings = KVGraftSettings.parse({"max_depth": 3})
         self.known = Planner(manager, BLOCK, settings, pin_capacity=0.5)
         self.masking = HashMasking(manager, self.known.pool, BLOCK)
-        self.continuing = Continuing(self.known, self.masking)
+        self.continuation = PrefixContinuation(self.known, self.masking)
 
     def ask(
         self,
@@ -81,7 +81,7 @@ class Desk:
             reached = self.reached[conversation, state.recovery_key]
             self.counts["withheld"] += max(reached.values(), default=0) > reached[namespace]
             reached[namespace] = max(reached[namespace], len(tokens))
-        self.continuing.inject_approximate_prefix(state)
+        self.continuation.inject_approximate_prefix(state)
         hashes = request.block_hashes[: (len(tokens) - 1) // BLOCK]
         state.prefix = self.known.pool.find(hashes[: self.known.pool.num_cached(hashes)])
         self._check_prefix(state)
@@ -135,8 +135,8 @@ class Desk:
     def _leave(self, state: RequestState) -> None:
         table, num_tokens = self.tables[state.id], state.request.num_tokens
         self.known.offer(state, table, num_tokens)
-        self.continuing.remember(state, table, num_tokens)
-        self.continuing.leave(state, table)
+        self.continuation.remember(state, table, num_tokens)
+        self.continuation.leave(state, table)
         self.masking.release(state)
         self.known.pool.release(table)
 

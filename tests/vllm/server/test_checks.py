@@ -201,7 +201,7 @@ def test_check_says_what_will_be_used_and_starts_nothing(tmp_path: Path):
     assert found["uses"]["KV cache"] == "1.00 GiB, blocks of 32 tokens"
     assert found["uses"]["address"] == "http://127.0.0.1:0"
     assert found["uses"]["store"] == f"0.5 GiB of host memory, 16 GiB in {tmp_path / 'store'}"
-    assert found["off"]["segments API"] == "no KVGRAFT_ADMIN_KEY"
+    assert found["off"]["pins API"] == "no KVGRAFT_ADMIN_KEY"
     assert not (tmp_path / "store").exists()
     assert not list(processes_with("CHECKED", str(tmp_path)))
 

@@ -1,4 +1,4 @@
-"""The segments API of a running server."""
+"""The pins API of a running server."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -35,12 +35,12 @@ def listed(client: httpx.Client, label: str, namespace: str = "") -> list[dict[s
 def pin(client: httpx.Client, key: str, name: str, **source: Any) -> dict[str, Any]:
     answer = client.post(PATH, json={"name": name, "tenant": LABELS[key], **source})
     assert answer.status_code == 200, answer.text
-    told = answer.json()
-    assert told.keys() == {"tenant", "namespace", "pin", "num_pins"}, (
+    body = answer.json()
+    assert body.keys() == {"tenant", "namespace", "pin", "num_pins"}, (
         "what it costs to say does not grow"
     )
-    assert (told["tenant"], told["pin"]["name"]) == (LABELS[key], name)
-    return told["pin"]
+    assert (body["tenant"], body["pin"]["name"]) == (LABELS[key], name)
+    return body["pin"]
 
 
 def test_a_pinned_text_is_a_hit_for_its_tenant_only(

@@ -173,11 +173,9 @@ def _version_reasons(allow_untested: bool) -> Iterator[str]:
         if SUPPORTED_VERSIONS[series] == NOT_RUN:
             logger.warning("vLLM %s: %s", found, NOT_RUN)
     elif is_newer and allow_untested:
-        logger.warning(
-            "vLLM %s is not tested, and was allowed all the same; known are %s", found, known
-        )
+        logger.warning("vLLM %s is not tested, and was allowed; known are %s", found, known)
     else:
-        hint = "; to try it all the same: --kvgraft-allow-untested" if is_newer else ""
+        hint = "; to try it anyway: --kvgraft-allow-untested" if is_newer else ""
         yield f"vLLM {found or 'of unknown version'}: supported are {known}{hint}"
 
 

@@ -3,7 +3,7 @@
 `HashMasking` gives a request block hashes that no content has, or the hashes of an approximate
 prefix. It has three users:
 
-- `Continuing`: conversations that continue with the KV of the last turn.
+- `PrefixContinuation`: conversations that continue with the KV of the last turn.
 - `PromptTruncation`: prompts that keep only a part of their documents.
 - `ShadowMode`: trials of a server in shadow mode.
 """
@@ -67,11 +67,11 @@ class HashMasking:
         state.num_continuable = min(state.num_continuable, first)
         self._rename(hashes, first)
 
-    def hide_again(self, state: RequestState) -> None:
+    def mask_again(self, state: RequestState) -> None:
         """Mask all blocks of a request again, after its prompt has changed."""
         self._rename(state.request.block_hashes, 0)
 
-    def go_on(self, state: RequestState, continued: Continued[Any]) -> None:
+    def inject(self, state: RequestState, continued: Continued[Any]) -> None:
         """Let vLLM find an approximate prefix as the prompt's own; mask the blocks behind it."""
         hashes, first, stop = (
             state.request.block_hashes,
@@ -129,7 +129,7 @@ class HashMasking:
             hashes[block] = nonce_hash(nonce, block)
 
 
-class Continuing:
+class PrefixContinuation:
     """Let vLLM's prefix lookup find approximate blocks for requests that may continue with them.
 
     Args:
@@ -160,7 +160,7 @@ class Continuing:
         num_exact = self._pool.num_cached(state.request.block_hashes[: len(chains)])
         continued = self._known.find(state.recovery_key, chains, num_exact, self._exact_value)
         if continued is not None:
-            self._masking.go_on(state, continued)
+            self._masking.inject(state, continued)
 
     def after_lookup(self, state: RequestState, num_prefix: int) -> None:
         """Undo the approximate prefix if vLLM has found none of its blocks.
@@ -320,7 +320,7 @@ class PromptTruncation:
         state.kept = kept
         if num_prompt < request.num_prompt_tokens:
             set_prompt(request, list(state.whole[-num_prompt:]))
-            self._masking.hide_again(state)
+            self._masking.mask_again(state)
             request.num_computed_tokens = request.num_tokens
             self._known.groups.trim(state.id, request.num_tokens)
 

@@ -36,8 +36,8 @@ from kvgraft.vllm.connector.eligibility import RequestAdapters, ReuseEligibility
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
 from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.prefix_lookup import (
-    Continuing,
     HashMasking,
+    PrefixContinuation,
     PromptTruncation,
     ShadowMode,
 )
@@ -135,7 +135,7 @@ class SchedulerSide:
             self.known, self.reporting, self.settings.idle_refresh, self._longest_prompt
         )
         ExactEvents(kv_cache_manager.block_pool, self._first_hidden)
-        self._continuing = Continuing(self.known, self._masking)
+        self._continuation = PrefixContinuation(self.known, self._masking)
         before_prefix_lookup(kv_cache_manager, self._before_lookup)
         on_cache_reset(kv_cache_manager, self.forget)
 
@@ -149,7 +149,7 @@ class SchedulerSide:
             return False
 
         self._forgets = True
-        self._continuing.clear()
+        self._continuation.clear()
         self._shadow.clear()
         self._refresh.forget()
 
@@ -167,7 +167,7 @@ class SchedulerSide:
         """Prepare a request's block hashes just before vLLM looks up its prefix."""
         if (state := self._requests.get(request.request_id)) is not None:
             self._offer_running()
-            self._continuing.inject_approximate_prefix(state)
+            self._continuation.inject_approximate_prefix(state)
 
     def _first_hidden(self, request: Any) -> int:
         """Return the number of the request's first masked block."""
@@ -245,7 +245,7 @@ class SchedulerSide:
         started = time.perf_counter()
         state = self._requests[request.request_id]
         self._offer_running()
-        self._continuing.after_lookup(state, num_prefix)
+        self._continuation.after_lookup(state, num_prefix)
         num_missing = -(-request.num_tokens // self._block_size) - num_prefix // self._block_size
 
         if self._is_coming(state, num_prefix, num_missing):
@@ -369,7 +369,7 @@ class SchedulerSide:
         del self._requests[state.id]
         if not state.whole:
             self._offer(state, blocks, request.num_computed_tokens, ended=True)
-            self._continuing.leave(state, blocks)
+            self._continuation.leave(state, blocks)
 
         self._masking.release(state)
         if isinstance(state.options, Control) and state.options.is_idle_refresh:
@@ -481,7 +481,7 @@ class SchedulerSide:
             return
         num_computed = min(num_computed, state.request.num_tokens)
         self.known.offer(state, blocks, num_computed)
-        self._continuing.remember(state, blocks, num_computed)
+        self._continuation.remember(state, blocks, num_computed)
         if self.stored is not None:
             self.stored.keep(state, blocks, ended=ended)
 

@@ -282,7 +282,7 @@ def _flags_beside_head_paging(args: Namespace) -> Iterator[str]:
         if getattr(args, name := f"{PREFIX}{name}") is not None:
             yield (
                 f"--{name.replace('_', '-')} does not go with --kvgraft-head-paging: it takes all "
-                "heads for alike"
+                "heads for equal"
             )
     if args.hf_overrides:
         yield "--hf-overrides does not go with --kvgraft-head-paging, which names the model class"

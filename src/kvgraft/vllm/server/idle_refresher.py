@@ -56,7 +56,7 @@ class IdleRefresher:
             self._reading = asyncio.create_task(self._read())
             await asyncio.wait({self._reading})
             if (error := self._reading.exception()) is not None:
-                logger.warning("nothing is read anew any more: %s", error)
+                logger.warning("the idle refresh has ended: %s", error)
                 return
 
     async def _read(self) -> None:

@@ -127,7 +127,7 @@ def _off(
         yield "refresh", "no --kvgraft-idle-refresh"
 
     if Keys.of(args).admin_key is None:
-        yield "segments API", "no KVGRAFT_ADMIN_KEY"
+        yield "pins API", "no KVGRAFT_ADMIN_KEY"
     if (config.additional_config or {}).get(FLOW) is None:
         yield "flow", "no --flow"
 
