@@ -127,7 +127,7 @@ def test_streams_end_as_ever_after_the_signal_and_new_requests_are_refused(
     tmp_path: Path, number: int
 ):
     with serving(tmp_path / "log") as server:
-        processes, stream = family(server), Stream(server, 1500)
+        processes, stream = family(server), Stream(server, 1500, n=4)
         if number == signal.SIGINT:
             os.killpg(server.process.pid, number)  # as a terminal does
         else:
@@ -147,14 +147,14 @@ def test_streams_end_as_ever_after_the_signal_and_new_requests_are_refused(
             assert answer.json()["error"]["message"] == "this server is shutting down"
         assert [answer.status_code for answer in shown] == [200, 200]
         assert stream.last == "data: [DONE]"
-        assert '"completion_tokens":1500' in stream.lines[-2]
+        assert '"completion_tokens":6000' in stream.lines[-2]
         assert server.process.wait(END_S) == 0
         wait_for(lambda: is_gone(processes))
 
 
 def test_at_the_limit_answers_end_with_an_error(tmp_path: Path):
     with serving(tmp_path / "log", "--shutdown-timeout", "2") as server:
-        processes, plain = family(server), Stream(server, 4000)
+        processes, plain = family(server), Stream(server, 4000, n=8)
         chat = {"messages": [{"role": "user", "content": "lamp"}]}
         message = Stream(server, 4000, "/v1/messages", **chat)
         whole = Thread(target=lambda: answers.append(ask_whole(server)))
