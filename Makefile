@@ -85,11 +85,11 @@ clean: ## Remove the virtual environment and all caches
 	rm -rf $(VENV) $(OVERLAY)-* .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml scripts/install_vllm.py
+$(READY): pyproject.toml lab/pyproject.toml scripts/install_vllm.py
 	@echo "Setting up $(VENV): Python environment, PyTorch, KVGraft, vLLM (once; a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) torch==2.13.0
-	@$(PIP) -e '.[dev]'
+	@$(PIP) -e '.[dev]' -e ./lab
 	@$(BIN)/python scripts/install_vllm.py
 	@command -v redis-server >/dev/null || { echo "Installing redis-server, which tests of the shared tier start"; \
 		apt-get update -qq && apt-get install -y -qq redis-server; } >/dev/null 2>&1 || echo "no redis-server: tests that need it are skipped"

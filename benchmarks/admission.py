@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.progress import track
 
 from kvgraft import Engine, Request, SamplingParams
+from kvgraft.core import block_index
+from kvgraft.core.block_index import VirtualBlockIndex
+from kvgraft.core.provenance import BlockProvenance
 from kvgraft.engine.lookup import CacheLookup
 from kvgraft.engine.memory import Memory
-from kvgraft.reuse.provenance import BlockProvenance
-from kvgraft.segments import index
-from kvgraft.segments.index import VirtualBlockIndex
 from launches import SHAPE, VOCAB
 from tables import markdown_table
 from ttft import make_model
@@ -36,7 +36,7 @@ from ttft import make_model
 DOCUMENT_TOKENS = 256
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
-    "hash": ((BlockProvenance, "chains"), (index, "window_hashes")),
+    "hash": ((BlockProvenance, "chains"), (block_index, "window_hashes")),
     "look up": ((CacheLookup, "_exact_hits"), (VirtualBlockIndex, "_candidates")),
     "select": (
         (VirtualBlockIndex, "_claim"),

@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.vllm.server.process import ENVIRONMENT
+from kvgraft.cli.progress import progress_bar
+from kvgraft.server.process import ENVIRONMENT
 from overhead import IN_PROCESS, engine
 from scenarios import SPARSEX_05, make_random_model
 from servers import MEMORY, THREADS, restart_with

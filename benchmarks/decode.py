@@ -32,13 +32,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kvgraft import Engine
+from kvgraft.cli.progress import progress_bar
 from kvgraft.decode.flow import Program, trace
-from kvgraft.decode.flows import DENSE, parse_flow
 from kvgraft.engine.decoder import DTYPES
 from kvgraft.engine.step_graphs import StepGraphs
-from kvgraft.evaluate.decoding import Step, Steps, in_turn, wait
-from kvgraft.evaluate.progress import progress_bar
+from kvgraft.flows import DENSE, parse_flow
 from kvgraft.kernels.watched import watched, watching
+from kvgraft_lab.evaluate.decoding import Step, Steps, in_turn, wait
 from scenarios import make_random_model
 from servers import restart_with
 from tables import markdown_table

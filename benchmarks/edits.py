@@ -8,8 +8,8 @@ from random import Random
 import numpy as np
 
 from kvgraft.engine.text import load_tokenizer
-from kvgraft.testbed import MODEL_DIR
-from kvgraft.testbed.documents import Facts, make_documents
+from kvgraft_lab.testbed import MODEL_DIR
+from kvgraft_lab.testbed.documents import Facts, make_documents
 
 KINDS = ("replace", "insert", "delete", "move")
 MOVED = 32  # tokens that move as one

@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvgraft.vllm.server.process import ENVIRONMENT
+from kvgraft.server.process import ENVIRONMENT
 from ttft import SHAPE, make_model
 
 LAYERS, VOCAB, BLOCK, NUM_BLOCKS, MAX_LENGTH = 4, 4096, 32, 512, 2048

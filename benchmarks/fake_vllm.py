@@ -43,11 +43,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader import get_model
 
 from fake_device import VIEWS, FakeDevice, FakeTensor, Kind
+from kvgraft.core.costs import TOKENS
+from kvgraft.core.matches import Match
+from kvgraft.core.plan import Plan
+from kvgraft.policies.full import Full
 from kvgraft.prefill.context import Policy
-from kvgraft.prefill.costs import TOKENS
-from kvgraft.prefill.plan import Plan
-from kvgraft.prefill.policies.full import Full
-from kvgraft.segments.matches import Match
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.recovery import Job, RecoveryBatch, RecoveryResult
 

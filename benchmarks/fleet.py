@@ -22,9 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.testbed import MODEL_DIR
-from kvgraft.vllm.server.process import running
+from kvgraft.cli.progress import progress_bar
+from kvgraft.server.process import running
+from kvgraft_lab.testbed import MODEL_DIR
 from load import Client, Outcome, Spread, local_tokenizer
 from servers import MEMORY, ServerOptions
 from tables import configuration

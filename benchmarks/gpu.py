@@ -25,7 +25,7 @@ import typer
 from rich.console import Console
 
 from decode import WITH_GRAPHS
-from kvgraft.evaluate.progress import progress_bar
+from kvgraft.cli.progress import progress_bar
 from scenarios import GRID, STREAMS
 
 ROOT = Path(__file__).parents[1]

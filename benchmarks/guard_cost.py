@@ -25,8 +25,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.vllm.server.process import Server
+from kvgraft.cli.progress import progress_bar
+from kvgraft.server.process import Server
 from load import Client, Outcome, Summary, drive, local_tokenizer
 from scenarios import SETTLE_S, make_random_model
 from servers import THREADS, ServerOptions, start

@@ -27,8 +27,8 @@ from rich.console import Console
 
 from fake_device import FakeDevice, Kind, Operation
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.decode.flows import DENSE, FLOWS
-from kvgraft.prefill.policies import parse_policy
+from kvgraft.flows import DENSE, FLOWS
+from kvgraft.policies import parse_policy
 from tables import markdown_table
 from ttft import make_model
 

@@ -14,7 +14,7 @@ import numpy as np
 from openai import AsyncOpenAI, OpenAIError
 from tokenizers import Tokenizer
 
-from kvgraft.testbed.vocabulary import VOCABULARY
+from kvgraft_lab.testbed.vocabulary import VOCABULARY
 from workload import Ask, Encode, needed_by, single_token_words, text_of
 
 REQUEST_TIMEOUT_S = 600.0

@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvgraft.segments.index import VirtualBlockIndex
-from kvgraft.segments.keys import scope_digest
-from kvgraft.segments.matches import MatchQuery
+from kvgraft.core.block_index import VirtualBlockIndex
+from kvgraft.core.keys import scope_digest
+from kvgraft.core.matches import MatchQuery
 from tables import line_of_settings
 
 BLOCKS = [10_000, 100_000, 1_000_000, 10_000_000]

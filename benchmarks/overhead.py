@@ -19,9 +19,9 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.statistics import bootstrap
-from kvgraft.vllm.server.process import ENVIRONMENT
+from kvgraft.cli.progress import progress_bar
+from kvgraft.server.process import ENVIRONMENT
+from kvgraft_lab.evaluate.statistics import bootstrap
 from scenarios import make_random_model
 from servers import MEMORY, THREADS, restart_with
 

@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvgraft.evaluate.progress import progress_bar
+from kvgraft.cli.progress import progress_bar
 from replay import TINY, TINY_LAYERS
 from scenarios import make_random_model
 from servers import ServerOptions, start
@@ -192,7 +192,7 @@ def draw(lines: Lines, path: Path) -> None:
     import matplotlib as mpl
     import matplotlib.pyplot as plt
 
-    from kvgraft.evaluate.plots import STYLE, save
+    from kvgraft_lab.evaluate.plots import STYLE, save
 
     with mpl.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7.2, 3.8))

@@ -33,12 +33,12 @@ from rich.console import Console
 from rich.table import Table
 
 from kvgraft.engine.text import load_tokenizer, opening_ids
-from kvgraft.evaluate.jsonl import check_config
-from kvgraft.evaluate.prompts import as_text, find_chat
-from kvgraft.evaluate.statistics import bootstrap, paired_difference
-from kvgraft.evaluate.tasks import Shape, find_suites
 from kvgraft.guard.distances import along_logprobs
 from kvgraft.models import find_model
+from kvgraft_lab.evaluate.jsonl import check_config
+from kvgraft_lab.evaluate.prompts import as_text, find_chat
+from kvgraft_lab.evaluate.statistics import bootstrap, paired_difference
+from kvgraft_lab.evaluate.tasks import Shape, find_suites
 from tables import markdown_table
 
 FULL, FP8 = "full", "fp8"

@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.prefill.policies import parse_policy
-from kvgraft.vllm.server.process import ENVIRONMENT
+from kvgraft.cli.progress import progress_bar
+from kvgraft.policies import parse_policy
+from kvgraft.server.process import ENVIRONMENT
 from overhead import IN_PROCESS
 from scenarios import make_random_model
 from servers import GPU_SHARE

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvgraft.evaluate.progress import progress_bar
+from kvgraft.cli.progress import progress_bar
 from replay_tables import (
     Prediction,
     all_turns,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from kvgraft.evaluate.statistics import Estimate, bootstrap
+from kvgraft_lab.evaluate.statistics import Estimate, bootstrap
 from load import Outcome, Spread, Summary
 from replay_traffic import Replayed
 from tables import markdown_table
@@ -331,7 +331,7 @@ def draw(rows: Sequence[TurnRow], path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.ticker import MaxNLocator
 
-    from kvgraft.evaluate.plots import STYLE, save
+    from kvgraft_lab.evaluate.plots import STYLE, save
 
     turns = [row.turn for row in rows]
     with rc_context(STYLE):

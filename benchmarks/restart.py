@@ -24,14 +24,14 @@ import numpy as np
 import typer
 
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.prompts import as_parts
-from kvgraft.evaluate.statistics import bootstrap
+from kvgraft.cli.progress import progress_bar
 from kvgraft.prefill import DEFAULT_POLICY
-from kvgraft.segments.store import StoreOptions
-from kvgraft.testbed import MODEL_DIR
-from kvgraft.testbed.scenarios import make_scenarios
-from kvgraft.vllm.server.process import Server
+from kvgraft.server.process import Server
+from kvgraft.store import StoreOptions
+from kvgraft_lab.evaluate.prompts import as_parts
+from kvgraft_lab.evaluate.statistics import bootstrap
+from kvgraft_lab.testbed import MODEL_DIR
+from kvgraft_lab.testbed.scenarios import make_scenarios
 from load import Client, local_tokenizer
 from scenarios import SETTLE_S, OnProgress, Pair, checked, make_random_model
 from servers import THREADS, ServerOptions, start

@@ -29,14 +29,14 @@ from ray import serve
 from rich.console import Console
 
 from fleet import AROUND, DOCUMENT, Traffic, make_traffic, routing_times
-from kvgraft.evaluate.progress import progress_bar
+from kvgraft.cli.progress import progress_bar
 from kvgraft.fleet.application import NAME, assemble, start_ray
 from kvgraft.fleet.environment_check import EnvironmentCheck
 from kvgraft.fleet.ingress import SHOWN_S
 from kvgraft.fleet.options import FleetOptions
-from kvgraft.testbed import MODEL_DIR
-from kvgraft.vllm.server.keys import Keys
-from kvgraft.vllm.server.process import HOST, reserved_port, running
+from kvgraft.server.keys import Keys
+from kvgraft.server.process import HOST, reserved_port, running
+from kvgraft_lab.testbed import MODEL_DIR
 from load import Spread
 from servers import ServerOptions
 from tables import configuration, markdown_table

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from kvgraft.evaluate.statistics import bootstrap
-from kvgraft.vllm.server.process import Server
+from kvgraft.server.process import Server
+from kvgraft_lab.evaluate.statistics import bootstrap
 from load import Client, Outcome, Summary, drive
 from workload import Ask, Shape, arrivals, make_workload
 

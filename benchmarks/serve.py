@@ -24,8 +24,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.vllm.server.process import Server
+from kvgraft.cli.progress import progress_bar
+from kvgraft.server.process import Server
 from load import Client, Summary, drive, local_tokenizer, words_of
 from scenarios import (
     FAMILIES,

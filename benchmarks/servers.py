@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvgraft.vllm.server.process import Server, serving
+from kvgraft.server.process import Server, serving
 
 # large pages, and none given back to the system after each layer (for which vLLM preloads tcmalloc
 # where it has it): otherwise two processes of one program differ by a seventh, by the luck of where
@@ -91,7 +91,7 @@ def restart_with(wanted: Mapping[str, str]) -> None:
 def start(
     options: ServerOptions, *flags: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """A server with these settings and more flags; see `kvgraft.vllm.server.process.serving`."""
+    """A server with these settings and more flags; see `kvgraft.server.process.serving`."""
     settings = options.environment() | dict(environment or {})
     with ExitStack() as stack:
         stack.enter_context(_leaving_at_sigterm())

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.testbed import MODEL_DIR
 from load import local_tokenizer
 from traces import Body, Session, Turn, lines_of, text_of_body
 from workload import single_token_words

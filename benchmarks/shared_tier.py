@@ -32,10 +32,10 @@ import typer
 from rich.console import Console
 
 from kvgraft import Engine
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.statistics import bootstrap
-from kvgraft.segments.store import SegmentStore
-from kvgraft.segments.store.shared import Sharing
+from kvgraft.cli.progress import progress_bar
+from kvgraft.store import SegmentStore
+from kvgraft.store.shared import Sharing
+from kvgraft_lab.evaluate.statistics import bootstrap
 from store import (
     NEW_TOKENS,
     VOCABULARY,

@@ -22,11 +22,11 @@ from rich.progress import Progress, track
 from rich.table import Table
 
 from edits import KINDS, Edited, edit, texts
-from kvgraft.segments.index import VirtualBlockIndex
-from kvgraft.segments.keys import scope_digest
-from kvgraft.segments.matches import MatchQuery
-from kvgraft.segments.segmentation import Similarity
-from kvgraft.segments.similar import SimilarIndex
+from kvgraft.core.block_index import VirtualBlockIndex
+from kvgraft.core.keys import scope_digest
+from kvgraft.core.matches import MatchQuery
+from kvgraft.core.segmentation import Similarity
+from kvgraft.core.similar import SimilarIndex
 from tables import line_of_settings
 
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -188,7 +188,7 @@ def draw(rows: list[Accuracy], path: Path) -> None:
     edits."""
     from matplotlib import pyplot as plt
 
-    from kvgraft.evaluate.plots import COLOURS, STYLE
+    from kvgraft_lab.evaluate.plots import COLOURS, STYLE
 
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), sharey=True)

@@ -25,10 +25,10 @@ from kvgraft.decode.batch import Batch, Part
 from kvgraft.decode.codegen import source_of
 from kvgraft.decode.executor import fill, select
 from kvgraft.decode.flow import Program, trace
-from kvgraft.decode.flows import parse_flow
 from kvgraft.decode.planner import Template, plan
-from kvgraft.evaluate.decoding import in_turn
+from kvgraft.flows import parse_flow
 from kvgraft.kernels.workload import plan_work
+from kvgraft_lab.evaluate.decoding import in_turn
 from tables import markdown_table
 
 FLOWS = "block_topk;quest"

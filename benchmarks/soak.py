@@ -29,10 +29,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.testbed import MODEL_DIR
-from kvgraft.vllm.server.process import Server
-from kvgraft.vllm.server.tenancy import Tenant
+from kvgraft.cli.progress import progress_bar
+from kvgraft.server.process import Server
+from kvgraft.server.tenancy import Tenant
+from kvgraft_lab.testbed import MODEL_DIR
 from load import local_tokenizer
 from servers import ServerOptions, start
 from soak_traffic import TIMEOUT_S, Traffic, bearer

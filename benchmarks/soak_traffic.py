@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from kvgraft.vllm.server.tenancy import Tenant
+from kvgraft.server.tenancy import Tenant
 
 TIMEOUT_S = 180.0  # of one answer; a request that takes longer is stuck
 DOCUMENTS = 24  # of each tenant

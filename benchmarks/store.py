@@ -26,11 +26,11 @@ import typer
 from rich.console import Console
 
 from kvgraft import Engine, Request, Result, SamplingParams
+from kvgraft.cli.progress import progress_bar
+from kvgraft.core.matches import MatchQuery
 from kvgraft.engine.store_tier import StoreTier
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.statistics import bootstrap
-from kvgraft.segments.matches import MatchQuery
-from kvgraft.segments.store import SegmentStore, StoreOptions
+from kvgraft.store import SegmentStore, StoreOptions
+from kvgraft_lab.evaluate.statistics import bootstrap
 from tables import line_of_settings, markdown_table
 from ttft import ONE_TOKEN, SHAPE, make_model
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from kvgraft.evaluate.traffic.records import Prompt, prompts_of, session_of, timestamp_of
-from kvgraft.evaluate.traffic.tokens import open_tokens, pieces_of
+from kvgraft_lab.traffic.records import Prompt, prompts_of, session_of, timestamp_of
+from kvgraft_lab.traffic.tokens import open_tokens, pieces_of
 
 Body = Mapping[str, Any]
 EncodeBody = Callable[[Body], list[int]]

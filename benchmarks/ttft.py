@@ -33,8 +33,8 @@ from tokenizers import Tokenizer, models
 from kvgraft import Engine, Policy, Request, SamplingParams
 from kvgraft.engine.config import ModelConfig
 from kvgraft.engine.request import Report as RequestReport
+from kvgraft.policies import Full, Naive, SparseX, Spread, Transitive
 from kvgraft.prefill.context import Hidden, PrefillContext
-from kvgraft.prefill.policies import Full, Naive, SparseX, Spread, Transitive
 from kvgraft.prefill.spreading import Spreading
 
 DOCUMENT_TOKENS = 512  # before the reuse share is cut out of the prompt

@@ -21,8 +21,8 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.vllm.server.process import Server
+from kvgraft.cli.progress import progress_bar
+from kvgraft.server.process import Server
 from load import Client, Outcome, Summary, drive, local_tokenizer
 from scenarios import make_random_model
 from servers import THREADS, ServerOptions, start

@@ -21,16 +21,16 @@ from rich.table import Table
 from torch import Tensor
 
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.evaluate.metrics import SCORES
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.prompts import as_parts, find_chat
-from kvgraft.evaluate.scoring import send
-from kvgraft.evaluate.statistics import bootstrap_share
-from kvgraft.evaluate.tasks import Ask, Item, Shape
-from kvgraft.evaluate.tasks.alike import make_alike
-from kvgraft.evaluate.tasks.alike_forms import NAMES, PARTS, PEOPLE
+from kvgraft.cli.progress import progress_bar
 from kvgraft.models import find_model
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
+from kvgraft_lab.evaluate.metrics import SCORES
+from kvgraft_lab.evaluate.prompts import as_parts, find_chat
+from kvgraft_lab.evaluate.scoring import send
+from kvgraft_lab.evaluate.statistics import bootstrap_share
+from kvgraft_lab.evaluate.tasks import Ask, Item, Shape
+from kvgraft_lab.evaluate.tasks.alike import make_alike
+from kvgraft_lab.evaluate.tasks.alike_forms import NAMES, PARTS, PEOPLE
 from research.oracle import Told
 
 NEAR = (1, 3, 8)  # tokens on either side of names and values

@@ -28,16 +28,16 @@ from rich.table import Table
 from torch import Tensor
 
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.evaluate.metrics import contains_all
-from kvgraft.evaluate.plots import COLOURS, STYLE, save
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.prompts import as_parts
-from kvgraft.evaluate.statistics import bootstrap, paired_difference
+from kvgraft.cli.progress import progress_bar
+from kvgraft.core.refresh import Allowance
 from kvgraft.guard.distances import first_token
-from kvgraft.reuse.refresh import Allowance
-from kvgraft.testbed import MODEL_DIR
-from kvgraft.testbed.documents import Facts, make_documents
-from kvgraft.testbed.tasks import read
+from kvgraft_lab.evaluate.metrics import contains_all
+from kvgraft_lab.evaluate.plots import COLOURS, STYLE, save
+from kvgraft_lab.evaluate.prompts import as_parts
+from kvgraft_lab.evaluate.statistics import bootstrap, paired_difference
+from kvgraft_lab.testbed import MODEL_DIR
+from kvgraft_lab.testbed.documents import Facts, make_documents
+from kvgraft_lab.testbed.tasks import read
 
 Kind = Literal["growing", "moving"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -31,14 +31,14 @@ from scipy.stats import theilslopes
 from torch import Tensor
 
 from kvgraft import Engine
-from kvgraft.evaluate.metrics import contains_all
-from kvgraft.evaluate.plots import COLOURS, STYLE, save
-from kvgraft.evaluate.progress import progress_bar
+from kvgraft.cli.progress import progress_bar
 from kvgraft.guard.distances import first_token
-from kvgraft.testbed import MODEL_DIR
-from kvgraft.testbed.documents import make_documents
-from kvgraft.testbed.tasks import read
-from kvgraft.testbed.vocabulary import NUMBERS
+from kvgraft_lab.evaluate.metrics import contains_all
+from kvgraft_lab.evaluate.plots import COLOURS, STYLE, save
+from kvgraft_lab.testbed import MODEL_DIR
+from kvgraft_lab.testbed.documents import make_documents
+from kvgraft_lab.testbed.tasks import read
+from kvgraft_lab.testbed.vocabulary import NUMBERS
 from research.conversations import DEEP, FACTS, Condition, Turn, answers, ask
 
 Shape = Literal["dropping", "summary", "clock", "thinking", "tools", "window"]

@@ -31,20 +31,20 @@ from rich.console import Console
 from rich.table import Table
 
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.evaluate.jsonl import check_config, read_lines
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.prompts import as_parts, find_chat
-from kvgraft.evaluate.scoring import send
-from kvgraft.evaluate.statistics import bootstrap
-from kvgraft.evaluate.tasks import PATTERNS, Ask, Item, Shape, find_suites
+from kvgraft.cli.progress import progress_bar
 from kvgraft.guard.breaker import Level
 from kvgraft.guard.guard import MEASURES, Guard
 from kvgraft.guard.native import score
 from kvgraft.guard.target import Measure, Target, as_share
 from kvgraft.models import find_model
+from kvgraft.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
-from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.evaluate.jsonl import check_config, read_lines
+from kvgraft_lab.evaluate.prompts import as_parts, find_chat
+from kvgraft_lab.evaluate.scoring import send
+from kvgraft_lab.evaluate.statistics import bootstrap
+from kvgraft_lab.evaluate.tasks import PATTERNS, Ask, Item, Shape, find_suites
+from kvgraft_lab.testbed import MODEL_DIR
 
 HEALTHY = "healthy"
 DAMAGED_GRAFTS = ("shift", "values")

@@ -28,18 +28,18 @@ from rich.table import Table
 from torch import Tensor
 
 from kvgraft import Engine, Request, SamplingParams
+from kvgraft.cli.progress import progress_bar
 from kvgraft.engine.decoder import Decoder, causal_attention
-from kvgraft.evaluate.jsonl import check_config, read_lines
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.prompts import as_parts, find_chat
-from kvgraft.evaluate.scoring import ANSWER_TOKENS, native_distances, send
-from kvgraft.evaluate.statistics import bootstrap
-from kvgraft.evaluate.tasks import Item, Shape, TaskSuite, find_suites
-from kvgraft.evaluate.tasks.own import make_own
-from kvgraft.evaluate.tasks.packages import read_documentation
 from kvgraft.guard.distances import kl_divergence
 from kvgraft.models import find_model
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
+from kvgraft_lab.evaluate.jsonl import check_config, read_lines
+from kvgraft_lab.evaluate.prompts import as_parts, find_chat
+from kvgraft_lab.evaluate.scoring import ANSWER_TOKENS, native_distances, send
+from kvgraft_lab.evaluate.statistics import bootstrap
+from kvgraft_lab.evaluate.tasks import Item, Shape, TaskSuite, find_suites
+from kvgraft_lab.evaluate.tasks.own import make_own
+from kvgraft_lab.evaluate.tasks.packages import read_documentation
 
 POLICIES = (
     "naive;epic;cacheblend:recompute_share=0.07;prophet:recompute_share=0.05;"

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvgraft.evaluate import layers, plots, results, runner
-from kvgraft.evaluate.hosts import Host, open_host
-from kvgraft.evaluate.needles import fact_needle
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.runner import EvalRow, EvalSettings
-from kvgraft.evaluate.tasks import PATTERNS, Pattern, find_suites
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.cli.progress import progress_bar
+from kvgraft_lab.evaluate import layers, plots, results, runner
+from kvgraft_lab.evaluate.hosts import Host, open_host
+from kvgraft_lab.evaluate.needles import fact_needle
+from kvgraft_lab.evaluate.runner import EvalRow, EvalSettings
+from kvgraft_lab.evaluate.tasks import PATTERNS, Pattern, find_suites
+from kvgraft_lab.testbed import MODEL_DIR
 from research import redknot
 from research.sparsex.curves import write_curves
 from research.sparsex.paper_tables import paper_tables

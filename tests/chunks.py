@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvgraft.segments.keys import chain_hashes, scope_digest
-from kvgraft.segments.store import Chunk, SegmentStore, StoreDirectory, files
-from kvgraft.segments.store.catalogue import Catalogue
-from kvgraft.segments.store.chunk import ChunkRecord
+from kvgraft.core.chunk import ChunkRecord
+from kvgraft.core.keys import chain_hashes, scope_digest
+from kvgraft.store import Chunk, SegmentStore, StoreDirectory, files
+from kvgraft.store.catalogue import Catalogue
 
 SIZE = 4  # tokens of a block
 SCOPE, OTHER_SCOPE = scope_digest("model", "tenant"), scope_digest("model", "other tenant")

@@ -43,7 +43,7 @@ def _same_hashes() -> Iterator[None]:
     """Indices whose secret is no chance's: which near-duplicates they propose depends on it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "kvgraft.segments.index.os", SimpleNamespace(urandom=lambda count: b"s" * count)
+            "kvgraft.core.block_index.os", SimpleNamespace(urandom=lambda count: b"s" * count)
         )
         yield
 

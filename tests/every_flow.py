@@ -4,7 +4,7 @@ holds in files."""
 from collections.abc import Mapping
 
 from kvgraft.decode.flow import Flow
-from kvgraft.decode.flows import FLOWS, load_flows
+from kvgraft.flows import FLOWS, load_flows
 from research.vortex.proposed import FILES, PROPOSED, ROOT
 
 EVERY_FLOW: Mapping[str, type[Flow]] = {

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from kvgraft.engine.config import load_config
 from kvgraft.kv.heads import HeadClass, HeadMap
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.testbed import MODEL_DIR
 
 VOCAB_SIZE = 200
 BOS, EOS, UNKNOWN = 0, 1, 2

@@ -7,21 +7,25 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "kvgraft"
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "kvgraft"
+LABORATORY = ROOT / "lab" / "kvgraft_lab"
 LAYERS = [  # each may import what stands before it, and itself
     {"methods", "models"},
     {"kernels", "kv"},
-    {"segments"},
-    {"prefill", "decode", "reuse"},
+    {"core"},
+    {"store", "prefill", "decode"},
+    {"policies", "flows"},
     {"engine"},
-    {"guard", "testbed"},
+    {"guard"},
     {"vllm"},
-    {"evaluate"},
+    {"server"},
     {"fleet"},
     {"cli", "__main__", "__init__"},
 ]
-STORE = [  # within segments/store/, each may import what stands before it
-    {"chunk", "events"},
+LAB_LAYERS = [{"testbed"}, {"evaluate"}, {"traffic"}, {"simulation"}, {"commands"}, {"__init__"}]
+STORE = [  # within store/, each may import what stands before it
+    {"events"},
     {"budget", "chunk_index", "files", "redis_backend", "writer"},
     {"catalogue", "file_backend", "secret"},
     {"backends", "signer"},
@@ -38,13 +42,15 @@ LARGE_CLASSES = {  # that have more; none may grow
     "_Run": 14, "StoreScheduler": 13, "Recording": 13,
 }  # fmt: skip
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
+LAB_RANK = {room: rank for rank, rooms in enumerate(LAB_LAYERS) for room in rooms}
 FILES = sorted(SOURCE.rglob("*.py"))
-ROOT = SOURCE.parent.parent
+LAB = sorted(LABORATORY.rglob("*.py"))
 RESEARCH, BENCHMARKS = (sorted((ROOT / name).rglob("*.py")) for name in ("research", "benchmarks"))
 
 
 def room_of(path: Path) -> str:
-    return path.relative_to(SOURCE).with_suffix("").parts[0]
+    package = SOURCE if SOURCE in path.parents else LABORATORY
+    return path.relative_to(package).with_suffix("").parts[0]
 
 
 def imports(path: Path) -> set[str]:
@@ -65,55 +71,58 @@ def test_imports_point_one_way(path: Path):
         if name.startswith("kvgraft."):
             other = name.split(".")[1]
             assert RANK[other] <= RANK[mine], f"{mine} must not import {other}"
+        assert name.split(".")[0] != "kvgraft_lab", "operators do not install the laboratory"
+
+
+@pytest.mark.parametrize("path", LAB, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_one_way_in_the_laboratory(path: Path):
+    mine = room_of(path)
+    for name in imports(path):
+        if name.startswith("kvgraft_lab."):
+            other = name.split(".")[1]
+            assert LAB_RANK[other] <= LAB_RANK[mine], f"{mine} must not import {other}"
 
 
 def test_the_store_knows_its_tiers_and_they_know_nothing_of_it():
     floors = {name: floor for floor, names in enumerate(STORE) for name in names}
-    paths = sorted((SOURCE / "segments" / "store").glob("*.py"))
+    paths = sorted((SOURCE / "store").glob("*.py"))
     assert {path.stem for path in paths} == floors.keys()
     for path in paths:
         for name in imports(path):
-            if name.startswith("kvgraft.segments.store"):
-                other = name.removeprefix("kvgraft.segments.store").strip(".") or "__init__"
+            if name.startswith("kvgraft.store"):
+                other = name.removeprefix("kvgraft.store").strip(".") or "__init__"
                 assert floors[other] < floors[path.stem], f"{path.stem} must not import {other}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+@pytest.mark.parametrize("path", [*FILES, *LAB], ids=lambda path: str(path.relative_to(ROOT)))
 def test_foreign_libraries_stay_in_their_rooms(path: Path):
     allowed = {
         "torch": {
-            "kernels",
-            "kv",
-            "prefill",
-            "decode",
-            "engine",
-            "evaluate",
-            "guard",
-            "vllm",
-            "store",
+            "kernels", "kv", "core", "store", "prefill", "decode", "policies", "flows", "engine",
+            "guard", "vllm", "evaluate", "traffic",
         },
-        "transformers": {"engine", "models", "segments"},
-        "matplotlib": {"evaluate", "fleet"},
-        "scipy": {"evaluate"},
-        "typer": {"cli"},
-        "rich": {"cli", "engine", "evaluate", "fleet", "models"},
+        "transformers": {"engine", "models", "core"},
+        "matplotlib": {"evaluate", "traffic", "simulation"},
+        "scipy": {"evaluate", "traffic"},
+        "typer": {"cli", "commands"},
+        "rich": {"cli", "commands", "engine", "evaluate", "traffic", "simulation", "models"},
         "gguf": {"models"},
         "platformdirs": {"models"},
         "ray": {"fleet"},
         "redis": {"store"},
         "fsspec": {"store"},
         "triton": {"kernels"},
-        "vllm": {"vllm"},
-    }
+        "vllm": {"vllm", "server"},
+    }  # fmt: skip
     roots = {name.split(".")[0] for name in imports(path)}
     assert not roots & {"pickle", "marshal", "shelve", "dill"}
     for library, rooms in allowed.items():
-        room = path.parent.name if path.parent.name == "store" else room_of(path)
+        room = room_of(path)
         assert library not in roots or room in rooms, f"{library} does not belong in {room}"
 
 
 @pytest.mark.parametrize(
-    "path", [*FILES, *BENCHMARKS], ids=lambda path: str(path.relative_to(ROOT))
+    "path", [*FILES, *LAB, *BENCHMARKS], ids=lambda path: str(path.relative_to(ROOT))
 )
 def test_research_is_imported_by_research_only(path: Path):
     assert not {name for name in imports(path) if name.split(".")[0] == "research"}
@@ -130,17 +139,17 @@ def test_research_stands_on_the_package_alone(path: Path):
 
 
 def test_every_file_has_a_docstring():
-    for path in [*FILES, *RESEARCH]:
+    for path in [*FILES, *LAB, *RESEARCH]:
         text = path.read_text()
         assert not text or ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
 
 
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
-    """All classes of the package, with their files."""
-    for path in FILES:
+    """All classes of both packages, with their files."""
+    for path in [*FILES, *LAB]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
-                yield str(path.relative_to(SOURCE)), node
+                yield str(path.relative_to(ROOT)), node
 
 
 def test_no_two_public_classes_have_one_name():

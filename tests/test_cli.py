@@ -19,13 +19,13 @@ import kvgraft
 from chunks import SIZE, make_chunk, put
 from kvgraft import Engine
 from kvgraft.cli import app, run
+from kvgraft.core.cost_model import WORK
+from kvgraft.core.costs import Costs
 from kvgraft.engine.request import Report
-from kvgraft.evaluate.compare import PolicyOutcome, render
-from kvgraft.evaluate.scoring import ORDER_NOISE
-from kvgraft.prefill.costs import Costs
-from kvgraft.reuse.cost import WORK
-from kvgraft.segments.store import SegmentStore
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.store import SegmentStore
+from kvgraft_lab.evaluate.compare import PolicyOutcome, render
+from kvgraft_lab.evaluate.scoring import ORDER_NOISE
+from kvgraft_lab.testbed import MODEL_DIR
 
 DOCUMENT = (
     "the paint of bell is grey . the code of lamp is 42 . the old river slept . x5 = 66 . the home "
@@ -330,7 +330,7 @@ def test_what_cannot_be_written_is_refused_before_anything_runs(
         raise AssertionError("a model is loaded")
 
     for name in ("answers", "calibrate", "studies"):
-        monkeypatch.setattr(f"kvgraft.cli.{name}.load", load)
+        monkeypatch.setattr(f"kvgraft_lab.commands.{name}.load", load)
     path = "/proc/kvgraft.file"  # where nobody can write, root included
     assert run(app, [*arguments, path]) == 2
     assert f"{path} cannot be written" in (said := capsys.readouterr().err)
@@ -344,7 +344,7 @@ def test_a_model_directory_that_cannot_be_written_is_refused_before_anything_run
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr("kvgraft.cli.options.TemporaryFile", refuse)
-    monkeypatch.setattr("kvgraft.cli.calibrate.find", lambda _: tmp_path)
+    monkeypatch.setattr("kvgraft_lab.commands.calibrate.find", lambda _: tmp_path)
     assert run(app, ["calibrate"]) == 2
     expected = (
         f"{tmp_path / 'policy.json'} cannot be written (Read-only file system): name another file "

@@ -7,10 +7,10 @@ import pytest
 
 from gguf_files import known_model, make_gguf, make_wheel
 from kvgraft.cli import app, run
-from kvgraft.evaluate import reading
-from kvgraft.evaluate.passages import Passage, TextQuestion
 from kvgraft.models import KNOWN
 from kvgraft.prefill import DEFAULT_POLICY
+from kvgraft_lab.evaluate import reading
+from kvgraft_lab.evaluate.passages import Passage, TextQuestion
 
 Asked = Callable[..., Any]
 

@@ -21,9 +21,9 @@ from chunks import (
     put,
 )
 from kvgraft.cli import app, run
-from kvgraft.segments.keys import scope_digest
-from kvgraft.segments.store import SegmentStore, StoreOptions
-from kvgraft.segments.store.files import CATALOGUE
+from kvgraft.core.keys import scope_digest
+from kvgraft.store import SegmentStore, StoreOptions
+from kvgraft.store.files import CATALOGUE
 from models import VOCAB_SIZE
 
 HOSTILE = "team [red]\x1b[2J" + "x" * 70
@@ -173,7 +173,7 @@ def test_pin_unpin_and_drop_take_several_keys(kvgraft: Kvgraft, directory: Path)
 def test_drop_removes_from_a_shared_tier_and_all_who_share_it(
     kvgraft: Kvgraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int | None
 ):
-    monkeypatch.setattr("kvgraft.segments.store.shared.PERIOD_S", 0.1)
+    monkeypatch.setattr("kvgraft.store.shared.PERIOD_S", 0.1)
     base, url = tmp_path / "store", f"file://{tmp_path / 'shared'}"
     directory = base if rank is None else base / f"rank-{rank}"
     with StoreOptions(base, ram_gib=0, disk_gib=0.1, shared_url=url, rank=rank).open(SIZE) as store:

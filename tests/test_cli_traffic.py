@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvgraft.cli import app, run
-from kvgraft.prefill.costs import Costs
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.core.costs import Costs
+from kvgraft_lab.testbed import MODEL_DIR
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 PAIR = [str(EXAMPLES / "read.json"), str(EXAMPLES / "ask.json")]

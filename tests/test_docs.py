@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from kvgraft.prefill.policies import POLICIES
-from kvgraft.prefill.report import REASONS
-from kvgraft.segments.store.shared import SharedTier
-from kvgraft.segments.store.store import SegmentStore
-from kvgraft.vllm.server.flags import flag_of
+from kvgraft.core.report import REASONS
+from kvgraft.policies import POLICIES
+from kvgraft.server.flags import flag_of
+from kvgraft.store.shared import SharedTier
+from kvgraft.store.store import SegmentStore
 from kvgraft.vllm.setting_fields import SettingFields
 from kvgraft.vllm.setting_schema import declaration
 from kvgraft.vllm.stats import METRICS
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = {"src/kvgraft/prefill/policies/glance.py", "my_flows.py"}  # that a reader would write
+EXAMPLES = {"src/kvgraft/policies/glance.py", "my_flows.py"}  # that a reader would write
 
 
 def page(name: str) -> str:

@@ -15,7 +15,7 @@ STARTERS = {  # what starts an engine or a server, by module and name; of `warm`
     "engines.start_engine", "fleets.running_fleet", "hosts.Host", "processes.HostProcess",
     "running.running",
     "servers.start", "warm",
-    "kvgraft.vllm.server.process.serving", "kvgraft.evaluate.serving.run_serving_demo",
+    "kvgraft.server.process.serving", "kvgraft_lab.evaluate.serving.run_serving_demo",
 }  # fmt: skip
 SHARED = {
     "engine_with_connector": "engine",

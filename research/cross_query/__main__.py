@@ -19,8 +19,8 @@ from kvgraft.cli.options import (
     print_json,
     progress_console,
 )
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.cli.progress import progress_bar
+from kvgraft_lab.testbed import MODEL_DIR
 from research.cross_query.conditions import ANY_DEPTH, find_conditions
 from research.cross_query.figures import summarise
 from research.cross_query.runner import ROWS, ExperimentSettings, StepRow, read_rows, run

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from kvgraft.core.prompt import Part
 from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.prefill.context import Policy
-from kvgraft.segments.prompt import Part
 from research.cross_query.conditions import Condition
 from research.cross_query.loop import GREEDY, paper_sampling
 

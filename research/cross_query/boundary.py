@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvgraft.evaluate.recording import PrefillRecord, Recording, Wrapped
+from kvgraft.core.plan import Plan
 from kvgraft.guard.distances import kl_divergence
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
-from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.spreading import Spreading
+from kvgraft_lab.evaluate.recording import PrefillRecord, Recording, Wrapped
 
 EDGE = 8  # tokens at either end of a segment: the boundary, whatever the halo
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvgraft.core.segmentation import Similarity, parse_match
 from kvgraft.engine.engine import Engine
-from kvgraft.prefill.policies import Similar, parse_policy
-from kvgraft.segments.segmentation import Similarity, parse_match
-from kvgraft.segments.store import StoreOptions
+from kvgraft.policies import Similar, parse_policy
+from kvgraft.store import StoreOptions
 
 ANY_DEPTH = 1000
 # of the scaffold, in the words of the bundled model

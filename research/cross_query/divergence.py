@@ -12,13 +12,13 @@ import msgspec
 import torch
 from torch import Tensor
 
+from kvgraft.cli.progress import OnProgress
+from kvgraft.core.prompt import Part
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.text import anchor_ids
-from kvgraft.evaluate.jsonl import read_lines
-from kvgraft.evaluate.progress import OnProgress
 from kvgraft.guard.distances import kl_divergence
-from kvgraft.prefill.policies import Similar, parse_policy
-from kvgraft.segments.prompt import Part
+from kvgraft.policies import Similar, parse_policy
+from kvgraft_lab.evaluate.jsonl import read_lines
 from research.cross_query.asking import Agent
 from research.cross_query.boundary import Seen, Truth, Watched
 from research.cross_query.conditions import ANCHORS

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from random import Random
 
-from kvgraft.segments.prompt import Part, Segment
-from kvgraft.testbed import tasks, vocabulary
+from kvgraft.core.prompt import Part, Segment
+from kvgraft_lab.testbed import tasks, vocabulary
 from research.cross_query.pages import Page, edit, make_page
 from research.cross_query.plans import PLANS, SHOWN, Draft, Step, TaskPlan
 from research.cross_query.tools import BY_WORD, Tool, ToolError

@@ -8,7 +8,7 @@ from statistics import mean, median
 
 import msgspec
 
-from kvgraft.evaluate.statistics import bootstrap_share
+from kvgraft_lab.evaluate.statistics import bootstrap_share
 from research.cross_query.conditions import NONE
 from research.cross_query.runner import Series, StepRow
 

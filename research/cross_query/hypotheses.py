@@ -7,7 +7,13 @@ from statistics import mean, median
 import numpy as np
 from msgspec.structs import replace
 
-from kvgraft.evaluate.statistics import bootstrap, bootstrap_share, holm, mcnemar, rank_correlation
+from kvgraft_lab.evaluate.statistics import (
+    bootstrap,
+    bootstrap_share,
+    holm,
+    mcnemar,
+    rank_correlation,
+)
 from research.cross_query.conditions import CONDITIONS, NONE, PROBE_OFF, SWEPT, name_of
 from research.cross_query.divergence import DivergenceRow
 from research.cross_query.figures import EpisodeRun, episodes, paired

@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvgraft.core.prompt import Part
 from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
-from kvgraft.evaluate.metrics import exact_match, f1
 from kvgraft.prefill.context import Policy
-from kvgraft.segments.prompt import Part
+from kvgraft_lab.evaluate.metrics import exact_match, f1
 from research.cross_query.episodes import Episode
 
 MAX_TOKENS = 3  # one word is the answer, and `<eos>` ends it

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from kvgraft.testbed import vocabulary
+from kvgraft_lab.testbed import vocabulary
 
 _CLASSES = (vocabulary.ADJECTIVES, vocabulary.PLACES, vocabulary.VERBS)
 

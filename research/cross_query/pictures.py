@@ -8,7 +8,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib import pyplot as plt
 
-from kvgraft.evaluate.plots import COLOURS, STYLE
+from kvgraft_lab.evaluate.plots import COLOURS, STYLE
 from research.cross_query.conditions import NONE, SWEPT, name_of
 from research.cross_query.divergence import DivergenceRow
 from research.cross_query.figures import episodes, paired, summarise

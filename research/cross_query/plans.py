@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
-from kvgraft.testbed import vocabulary
+from kvgraft_lab.testbed import vocabulary
 from research.cross_query.tools import TOOLS
 from research.cross_query.world import World
 

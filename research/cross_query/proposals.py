@@ -7,10 +7,10 @@ import msgspec
 import numpy as np
 from rapidfuzz.distance import LCSseq
 
-from kvgraft.segments.index import VirtualBlockIndex
-from kvgraft.segments.keys import scope_digest
-from kvgraft.segments.segmentation import Similarity
-from kvgraft.segments.similar import SimilarIndex
+from kvgraft.core.block_index import VirtualBlockIndex
+from kvgraft.core.keys import scope_digest
+from kvgraft.core.segmentation import Similarity
+from kvgraft.core.similar import SimilarIndex
 from research.cross_query.asking import KnownText
 
 SAME = 0.5  # of its tokens that a right proposal shares with its source, in order

@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 from kvgraft import Engine, Request, SamplingParams
+from kvgraft.cli.progress import progress_bar
 from kvgraft.engine.request import Result
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.prompts import as_text, find_chat
-from kvgraft.evaluate.scoring import ANSWER_TOKENS, native_distances
-from kvgraft.evaluate.statistics import bootstrap
-from kvgraft.evaluate.tasks import Shape, find_suites
 from kvgraft.models import find_model
-from kvgraft.prefill.policies import Policy, Similar, parse_policy
+from kvgraft.policies import Policy, Similar, parse_policy
+from kvgraft_lab.evaluate.prompts import as_text, find_chat
+from kvgraft_lab.evaluate.scoring import ANSWER_TOKENS, native_distances
+from kvgraft_lab.evaluate.statistics import bootstrap
+from kvgraft_lab.evaluate.tasks import Shape, find_suites
 from research.cross_query.boundary import Seen, Truth, Watched
 from research.cross_query.divergence import MovedSegment, moved_segments
 

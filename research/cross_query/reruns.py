@@ -9,7 +9,7 @@ from statistics import mean
 import msgspec
 from rapidfuzz.distance import Levenshtein
 
-from kvgraft.evaluate.statistics import bootstrap
+from kvgraft_lab.evaluate.statistics import bootstrap
 from research.cross_query.conditions import NONE
 from research.cross_query.figures import EpisodeRun, episodes
 from research.cross_query.runner import StepRow

@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
+from kvgraft.cli.progress import OnProgress
+from kvgraft.core.prompt import Part
 from kvgraft.engine.config import load_config
 from kvgraft.engine.request import Result
-from kvgraft.evaluate.jsonl import check_config, read_lines
-from kvgraft.evaluate.progress import OnProgress
-from kvgraft.segments.prompt import Part
+from kvgraft_lab.evaluate.jsonl import check_config, read_lines
 from research.cross_query.asking import Agent, sampling_of
 from research.cross_query.conditions import Condition
 from research.cross_query.episodes import SUITES, Episode, make_episodes

@@ -7,7 +7,7 @@ thing. Numbers are the words 10 to 99."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvgraft.testbed import vocabulary
+from kvgraft_lab.testbed import vocabulary
 
 LEAST, MOST = 10, 99  # of the numbers that are words
 WEEK = 7

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from random import Random
 
-from kvgraft.testbed import vocabulary
+from kvgraft_lab.testbed import vocabulary
 from research.cross_query.pages import Page, Sentence, make_page
 from research.cross_query.tools import RESERVED, TOOLS
 

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from kvgraft.kernels.layout import in_window
 from kvgraft.kv.heads import HeadClass, HeadMap
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.testbed import MODEL_DIR
 
 NUM_LAYERS, NUM_KV_HEADS = 8, 4
 SINKS, WINDOW = 4, 64

@@ -17,13 +17,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvgraft.evaluate import runner
-from kvgraft.evaluate.hosts import Answer, open_host
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.runner import EvalRow, EvalSettings
-from kvgraft.evaluate.statistics import bootstrap_share
-from kvgraft.evaluate.tasks import find_suites
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.cli.progress import progress_bar
+from kvgraft_lab.evaluate import runner
+from kvgraft_lab.evaluate.hosts import Answer, open_host
+from kvgraft_lab.evaluate.runner import EvalRow, EvalSettings
+from kvgraft_lab.evaluate.statistics import bootstrap_share
+from kvgraft_lab.evaluate.tasks import find_suites
+from kvgraft_lab.testbed import MODEL_DIR
 
 POLICIES = ("full", "redknot")
 HOSTS = ("native", "vllm")

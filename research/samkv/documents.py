@@ -26,10 +26,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.evaluate.prompts import as_parts
-from kvgraft.evaluate.tasks import Item, Shape, find_suites
-from kvgraft.segments.prompt import Part
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.core.prompt import Part
+from kvgraft_lab.evaluate.prompts import as_parts
+from kvgraft_lab.evaluate.tasks import Item, Shape, find_suites
+from kvgraft_lab.testbed import MODEL_DIR
 
 POLICIES = (
     "naive;epic;cacheblend;sparsex;transitive;redknot;samkv:block_tokens=8;"

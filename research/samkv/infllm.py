@@ -19,19 +19,19 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
-from kvgraft.evaluate import results, runner
-from kvgraft.evaluate.hosts import open_host
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.runner import EvalSettings
-from kvgraft.evaluate.tasks import find_suites
+from kvgraft.cli.progress import progress_bar
 from kvgraft.kv.documents import Document
 from kvgraft.methods import require_at_least
+from kvgraft.policies import POLICIES
+from kvgraft.policies.samkv import match
 from kvgraft.prefill.documents.context import DocumentContext, Placed
 from kvgraft.prefill.documents.keeping import KeepsDocuments, Recomputed
 from kvgraft.prefill.documents.partial import PartialPrefill
-from kvgraft.prefill.policies import POLICIES
-from kvgraft.prefill.policies.samkv import match
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.evaluate import results, runner
+from kvgraft_lab.evaluate.hosts import open_host
+from kvgraft_lab.evaluate.runner import EvalSettings
+from kvgraft_lab.evaluate.tasks import find_suites
+from kvgraft_lab.testbed import MODEL_DIR
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from rich.console import Console
 from torch import Tensor
 
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.prompts import as_parts
-from kvgraft.evaluate.runner import read_rows
-from kvgraft.evaluate.statistics import paired_difference
-from kvgraft.evaluate.tasks import Shape, find_suites
+from kvgraft.cli.progress import progress_bar
 from kvgraft.kv.documents import Document
-from kvgraft.prefill.policies import SamKV
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.policies import SamKV
+from kvgraft_lab.evaluate.prompts import as_parts
+from kvgraft_lab.evaluate.runner import read_rows
+from kvgraft_lab.evaluate.statistics import paired_difference
+from kvgraft_lab.evaluate.tasks import Shape, find_suites
+from kvgraft_lab.testbed import MODEL_DIR
 
 app = typer.Typer(help=__doc__)
 NEAR_ONE = 0.9

@@ -6,9 +6,9 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 
-from kvgraft.evaluate.plots import COLOURS, STYLE, WORK, draw_full, save
-from kvgraft.evaluate.runner import EvalRow
-from kvgraft.evaluate.summaries import summarise
+from kvgraft_lab.evaluate.plots import COLOURS, STYLE, WORK, draw_full, save
+from kvgraft_lab.evaluate.runner import EvalRow
+from kvgraft_lab.evaluate.summaries import summarise
 
 
 def write_curves(

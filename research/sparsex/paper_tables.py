@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from kvgraft.evaluate import results
-from kvgraft.evaluate.runner import EvalRow
+from kvgraft_lab.evaluate import results
+from kvgraft_lab.evaluate.runner import EvalRow
 
 PAPER_METHODS = {  # the rows of SparseX's tables
     "full": "full recompute", "naive": "naive reuse", "cacheblend": "CacheBlend", "epic": "EPIC",

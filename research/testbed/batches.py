@@ -11,9 +11,9 @@ from random import Random
 import torch
 from torch import Tensor
 
-from kvgraft.testbed import tasks, vocabulary, wording
-from kvgraft.testbed.documents import Facts, make_documents, make_glossary
-from kvgraft.testbed.tasks import Question, Task
+from kvgraft_lab.testbed import tasks, vocabulary, wording
+from kvgraft_lab.testbed.documents import Facts, make_documents, make_glossary
+from kvgraft_lab.testbed.tasks import Question, Task
 from research.testbed.curriculum import Stage
 
 IDS = {word: number for number, word in enumerate(vocabulary.VOCABULARY)}

@@ -4,7 +4,7 @@ longer texts."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvgraft.testbed.tasks import TASKS, Task
+from kvgraft_lab.testbed.tasks import TASKS, Task
 
 FIRST: tuple[Task, ...] = ("needle", "variable")
 

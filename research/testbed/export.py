@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
-from kvgraft.testbed import vocabulary
+from kvgraft_lab.testbed import vocabulary
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"

@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvgraft.testbed import vocabulary
+from kvgraft_lab.testbed import vocabulary
 from research.redknot import by_head
 from research.testbed import curriculum, mimetic
 from research.testbed.batches import TrainingBatch, make_batch

@@ -4,8 +4,8 @@
 from dataclasses import dataclass
 
 from kvgraft.decode import Add, Caches, MaskSlice, Multiply, Selection, Value
-from kvgraft.decode.flows.block_topk import BlockTopK
-from kvgraft.decode.flows.quest import Quest
+from kvgraft.flows.block_topk import BlockTopK
+from kvgraft.flows.quest import Quest
 
 
 @dataclass(frozen=True)

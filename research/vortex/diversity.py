@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvgraft.decode.flow import trace
-from kvgraft.decode.flows import parse_flow
-from kvgraft.evaluate.plots import save
+from kvgraft.flows import parse_flow
+from kvgraft_lab.evaluate.plots import save
 from research.vortex.proposed import FILES, PROPOSED, ROOT
 from research.vortex.search import CANDIDATES, FOUND, Candidate, distance
 

@@ -23,11 +23,11 @@ import typer
 from rich.console import Console
 
 from kvgraft import Engine
-from kvgraft.decode.flows import DENSE, FLOWS
-from kvgraft.evaluate import flows as judging
-from kvgraft.evaluate.plots import write_pareto
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.cli.progress import progress_bar
+from kvgraft.flows import DENSE, FLOWS
+from kvgraft_lab.evaluate import flows as judging
+from kvgraft_lab.evaluate.plots import write_pareto
+from kvgraft_lab.testbed import MODEL_DIR
 from research.vortex.proposed import PROPOSED
 
 SPEED = "speed.json"

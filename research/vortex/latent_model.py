@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaForCausalLM
 
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.testbed import MODEL_DIR
 from research.testbed.batches import make_batch
 from research.testbed.curriculum import STAGES
 

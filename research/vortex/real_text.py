@@ -18,16 +18,16 @@ from rich.console import Console
 from rich.table import Table
 
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.decode.flows import DENSE
+from kvgraft.cli.progress import progress_bar
 from kvgraft.engine.request import Result
-from kvgraft.evaluate.jsonl import check_config, read_lines
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.evaluate.prompts import as_text, find_chat
-from kvgraft.evaluate.scoring import ANSWER_TOKENS
-from kvgraft.evaluate.statistics import bootstrap
-from kvgraft.evaluate.tasks import Shape, find_suites
+from kvgraft.flows import DENSE
 from kvgraft.guard.distances import along
 from kvgraft.models import find_model
+from kvgraft_lab.evaluate.jsonl import check_config, read_lines
+from kvgraft_lab.evaluate.prompts import as_text, find_chat
+from kvgraft_lab.evaluate.scoring import ANSWER_TOKENS
+from kvgraft_lab.evaluate.statistics import bootstrap
+from kvgraft_lab.evaluate.tasks import Shape, find_suites
 
 ROWS, CONFIG = "rows.jsonl", "config.json"
 CHANNELS = "research/vortex/channels.py"

@@ -33,14 +33,14 @@ from kvgraft.cli.options import (
     print_json,
     progress_console,
 )
+from kvgraft.cli.progress import progress_bar
 from kvgraft.decode.flow import Program, trace
-from kvgraft.decode.flows import DENSE, parse_flow
 from kvgraft.decode.graph import Value
 from kvgraft.engine.engine import Engine
-from kvgraft.evaluate import flows as judging
-from kvgraft.evaluate.flows import FlowScore
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.flows import DENSE, parse_flow
+from kvgraft_lab.evaluate import flows as judging
+from kvgraft_lab.evaluate.flows import FlowScore
+from kvgraft_lab.testbed import MODEL_DIR
 
 POPULATION = 12  # of the best, that have children
 GENERATION = 6  # candidates that are judged together

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from kvgraft.evaluate.decoding import in_turn
 from kvgraft.kernels.dispatch import radix_topk
+from kvgraft_lab.evaluate.decoding import in_turn
 
 DISTRIBUTIONS: dict[str, Callable[[tuple[int, int], torch.Generator], Tensor]] = {
     "normal": lambda shape, g: torch.randn(shape, generator=g),

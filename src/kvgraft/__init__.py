@@ -5,11 +5,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvgraft.core.prompt import Segment
     from kvgraft.engine.engine import Engine
     from kvgraft.engine.request import Event, Report, Request, RequestError, Result
     from kvgraft.engine.sampling import SamplingParams
     from kvgraft.prefill.context import Policy
-    from kvgraft.segments.prompt import Segment
 
 __version__ = "0.1.0"
 _MODULES = {
@@ -17,7 +17,7 @@ _MODULES = {
     "kvgraft.engine.request": ("Event", "Report", "Request", "RequestError", "Result"),
     "kvgraft.engine.sampling": ("SamplingParams",),
     "kvgraft.prefill.context": ("Policy",),
-    "kvgraft.segments.prompt": ("Segment",),
+    "kvgraft.core.prompt": ("Segment",),
 }
 
 __all__ = [

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 import serve
 import soak
-from kvgraft.testbed import MODEL_DIR
-from kvgraft.vllm.server.process import Server
+from kvgraft.server.process import Server
+from kvgraft_lab.testbed import MODEL_DIR
 from load import Client, Outcome, drive, local_tokenizer, words_of
 from scenarios import pauses_of_streams
 from servers import ServerOptions, start

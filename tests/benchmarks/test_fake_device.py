@@ -9,7 +9,7 @@ import torch
 from fake_device import CUDA, FakeDevice, FakeTensor, Kind, Operation
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.kernels.triton import attention
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.testbed import MODEL_DIR
 from launches import (
     DECODED,
     MAX_LENGTH,

@@ -20,8 +20,8 @@ from vllm.platforms import current_platform
 
 from fake_device import FakeDevice, FakeTensor, Kind, Operation
 from fake_vllm import BLOCK, LoadedModel, Recoveries, RowAttention, process_groups
-from kvgraft.prefill.plan import Plan
-from kvgraft.prefill.policies import parse_policy
+from kvgraft.core.plan import Plan
+from kvgraft.policies import parse_policy
 from kvgraft.vllm.compat import group_attention
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.prefill import VllmPrefill

@@ -18,10 +18,10 @@ from vllm.v1.attention.backend import AttentionType
 
 from fake_device import FakeDevice
 from fake_vllm import BLOCK, LoadedModel, Recoveries, process_groups
+from kvgraft.core.plan import Plan
 from kvgraft.kernels import dispatch
+from kvgraft.policies import parse_policy
 from kvgraft.prefill.context import Hidden
-from kvgraft.prefill.plan import Plan
-from kvgraft.prefill.policies import parse_policy
 from kvgraft.vllm.chunks import PrefillChunk
 from kvgraft.vllm.compat import group_attention
 from kvgraft.vllm.compat.group_attention import LONG_RUN, GroupAttention

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import routing
 from kvgraft.fleet.figures import Figures
-from kvgraft.vllm.server.process import running
+from kvgraft.server.process import running
 
 
 def samples(registry: CollectorRegistry) -> list:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 import servers
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.testbed import MODEL_DIR
 from servers import THREADS, ServerOptions
 
 START = f"""

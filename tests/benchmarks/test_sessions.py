@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.testbed import MODEL_DIR
 from sessions import KINDS, SessionShape, as_completions, bundled_words, make_sessions
 from sessions import main as write_sessions
 from traces import (

@@ -15,10 +15,10 @@ from kvgraft.decode.batch import Batch, tables
 from kvgraft.decode.codegen import cache_source, source_of
 from kvgraft.decode.executor import fill, select
 from kvgraft.decode.flow import Caches, Flow, Program, Selection, trace
-from kvgraft.decode.flows import FLOWS
 from kvgraft.decode.fused import choose, kernels_of
 from kvgraft.decode.graph import Value
 from kvgraft.decode.planner import Template, plan, plan_cache
+from kvgraft.flows import FLOWS
 
 LENGTHS = (9, 0, 4, 70)  # full blocks of the sequences; more than a program takes
 GEOMETRIES = {"powers of two": (16, 32, 4), "others": (12, 24, 3)}  # block, head_dim, group

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import pytest
 
 from kvgraft.decode.flow import Caches, Flow, Selection, trace
-from kvgraft.decode.flows.block_topk import BlockTopK
 from kvgraft.decode.graph import FlowError, Value
 from kvgraft.decode.ops import (
     CFill,
@@ -27,6 +26,7 @@ from kvgraft.decode.ops import (
 )  # fmt: skip
 from kvgraft.decode.planner import Template, plan, unfused
 from kvgraft.decode.vtensor import NumBlocks
+from kvgraft.flows.block_topk import BlockTopK
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from every_flow import CHANNELS
 from kvgraft.decode.batch import Batch
 from kvgraft.decode.executor import fill, select
 from kvgraft.decode.flow import Flow, trace
-from kvgraft.decode.flows import FLOWS, parse_flow
 from kvgraft.decode.planner import plan
+from kvgraft.flows import FLOWS, parse_flow
 
 BLOCK, DIM, GROUP = 16, 8, 2
 
@@ -137,9 +137,7 @@ def test_an_unknown_flow_is_told_the_few_that_have_names(tmp_path: Path):
         parse_flow("my.pyx")
     odd = tmp_path / "a.pyx"
     odd.mkdir()
-    mine = (
-        "from kvgraft.decode.flows.quest import Quest\n\n\nclass Mine(Quest):\n    name = 'mine'\n"
-    )
+    mine = "from kvgraft.flows.quest import Quest\n\n\nclass Mine(Quest):\n    name = 'mine'\n"
     (odd / "mine.py").write_text(mine)
     assert find(f"{odd}/mine.py:topk_blocks=7").topk_blocks == 7
     (odd / "mine.py").write_text(mine.replace("'mine'", "'other'"))

@@ -20,7 +20,7 @@ from markdown.extensions.toc import slugify
 from ray.serve.schema import ServeDeploySchema
 
 from kvgraft.fleet.options import FleetOptions, _options, _parser
-from kvgraft.vllm.server.arguments import _make_parser
+from kvgraft.server.arguments import _make_parser
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

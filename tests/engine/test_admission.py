@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.segments import index, keys
+from kvgraft.core import block_index, keys
 from models import VOCAB_SIZE
 
 SIZE, DOCUMENTS = 4, 6
@@ -52,7 +52,7 @@ def test_a_request_hashes_each_block_once_a_kind(
 ):
     engine, prompt = engine_and_prompt(model_dirs["llama"], 256)
     counts: Counter[str] = Counter()
-    blocks_of, windows_of = index.block_hashes, index.window_hashes
+    blocks_of, windows_of = block_index.block_hashes, block_index.window_hashes
 
     def block_hashes(blocks: np.ndarray, scope: bytes) -> np.ndarray:
         counts["inserted"] += len(blocks)
@@ -64,8 +64,8 @@ def test_a_request_hashes_each_block_once_a_kind(
 
     sha256 = SimpleNamespace(sha256=lambda data: CountedHash(counts, hashlib.sha256(data)))
     monkeypatch.setattr(keys, "hashlib", sha256)
-    monkeypatch.setattr(index, "block_hashes", block_hashes)
-    monkeypatch.setattr(index, "window_hashes", window_hashes)
+    monkeypatch.setattr(block_index, "block_hashes", block_hashes)
+    monkeypatch.setattr(block_index, "window_hashes", window_hashes)
     result = engine.generate([Request(prompt, "naive", ONE_TOKEN)])[0]
     assert result.report.grafted_tokens > 100
     assert counts["searched"] == len(prompt)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kvgraft import Engine, Policy, Request, Result, SamplingParams
+from kvgraft.policies import Epic, Full, Naive, SparseX, Spread, Transitive
 from kvgraft.prefill.context import Hidden, PrefillContext
-from kvgraft.prefill.policies import Epic, Full, Naive, SparseX, Spread, Transitive
 from models import VOCAB_SIZE
 
 SIZE = 16

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgraft import Engine, Request, Result, SamplingParams
+from kvgraft.core.prompt import Part, Segment
 from kvgraft.engine.decoder import causal_attention
 from kvgraft.kv.documents import Document
 from kvgraft.kv.importance import Received
 from kvgraft.kv.rope import rotate
+from kvgraft.policies import Condense, SamKV
 from kvgraft.prefill.documents.context import DocumentContext
 from kvgraft.prefill.documents.keeping import KeepsDocuments
-from kvgraft.prefill.policies import Condense, SamKV
-from kvgraft.segments.prompt import Part, Segment
 from models import VOCAB_SIZE, make_head_map
 from properties import examples
 

@@ -9,8 +9,8 @@ import torch
 
 from every_flow import NAMED
 from kvgraft import Engine, Request, RequestError, SamplingParams
-from kvgraft.decode.flows import FLOWS
-from kvgraft.decode.flows.block_topk import BlockTopK
+from kvgraft.flows import FLOWS
+from kvgraft.flows.block_topk import BlockTopK
 from kvgraft.kernels import dispatch
 from models import VOCAB_SIZE
 

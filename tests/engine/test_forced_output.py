@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvgraft import Engine, Request, RequestError, Result, SamplingParams
-from kvgraft.evaluate.recording import Recorded
-from kvgraft.prefill.policies import parse_policy
+from kvgraft.policies import parse_policy
+from kvgraft_lab.evaluate.recording import Recorded
 from models import VOCAB_SIZE
 
 TOLERANCE = 1e-4  # of float32 logits of order 1 to 5

@@ -17,7 +17,7 @@ from kvgraft.engine.config import load_config
 from kvgraft.engine.decoder import Decoder
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.kv.pages import PoolExhausted
-from kvgraft.prefill.policies import CacheBlend, Epic, Full, Naive, Prophet, SparseX, Transitive
+from kvgraft.policies import CacheBlend, Epic, Full, Naive, Prophet, SparseX, Transitive
 from models import VOCAB_SIZE
 from properties import examples
 

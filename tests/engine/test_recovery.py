@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgraft import Engine, Policy, Request, RequestError, Result, SamplingParams
+from kvgraft.core.matches import MatchQuery, grafted_tokens
 from kvgraft.kv.heads import HeadClass, HeadMap
-from kvgraft.prefill.context import Hidden, PrefillContext
-from kvgraft.prefill.policies import (
+from kvgraft.policies import (
     CacheBlend,
     Epic,
     Full,
@@ -26,7 +26,7 @@ from kvgraft.prefill.policies import (
     Spread,
     Transitive,
 )
-from kvgraft.segments.matches import MatchQuery, grafted_tokens
+from kvgraft.prefill.context import Hidden, PrefillContext
 from models import FAMILIES, VOCAB_SIZE, make_head_map
 from properties import examples
 

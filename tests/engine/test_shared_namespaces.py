@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvgraft import Engine, Request, RequestError, Result, SamplingParams, Segment
-from kvgraft.prefill.policies import SparseX
-from kvgraft.segments.prompt import Part
-from kvgraft.segments.store import StoreOptions
+from kvgraft.core.prompt import Part
+from kvgraft.policies import SparseX
+from kvgraft.store import StoreOptions
 from models import VOCAB_SIZE
 
 TOLERANCE = 1e-4

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvgraft import Engine, Policy, Request, RequestError, Result, SamplingParams
-from kvgraft.evaluate.recording import PrefillRecord, Recorded
-from kvgraft.prefill.policies import Full, Naive, Similar, SparseX
+from kvgraft.policies import Full, Naive, Similar, SparseX
+from kvgraft_lab.evaluate.recording import PrefillRecord, Recorded
 from models import VOCAB_SIZE
 
 TOLERANCE = 1e-4

@@ -16,10 +16,10 @@ import fake_device
 from fake_device import FakeDevice, Kind
 from fake_graphs import FakeGraph
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.decode.flows import DENSE, FLOWS
 from kvgraft.engine import step_graphs
 from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.engine.step_graphs import StepGraphs
+from kvgraft.flows import DENSE, FLOWS
 from kvgraft.kernels.watched import watching
 from models import make_head_map, make_model
 

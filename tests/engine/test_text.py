@@ -10,8 +10,8 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from kvgraft.core.prompt import Segment
 from kvgraft.engine.text import IncrementalText, load_tokenizer, opening_ids
-from kvgraft.segments.prompt import Segment
 from models import BOS, make_tokenizer
 from properties import examples
 

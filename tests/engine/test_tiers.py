@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvgraft import Engine, Request, Result, SamplingParams
-from kvgraft.prefill.policies import Naive, Similar, SparseX
-from kvgraft.segments.store import StoreOptions
+from kvgraft.policies import Naive, Similar, SparseX
+from kvgraft.store import StoreOptions
 from models import VOCAB_SIZE
 
 TOLERANCE = 1e-4

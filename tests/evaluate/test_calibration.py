@@ -14,7 +14,8 @@ from rich.console import Console
 
 from kvgraft import Engine, Request
 from kvgraft.cli import app, run
-from kvgraft.evaluate.calibration import (
+from kvgraft.policies.profile import POLICY_FILE, Interval, MeasuredPolicy, PolicyProfile
+from kvgraft_lab.evaluate.calibration import (
     ALIKE,
     CHECKING,
     CHOOSING,
@@ -22,13 +23,12 @@ from kvgraft.evaluate.calibration import (
     choose,
     render,
 )
-from kvgraft.evaluate.runner import ROWS, read_rows
-from kvgraft.evaluate.scoring import ORDER_NOISE
-from kvgraft.evaluate.tasks.items import PATTERNS, Shape
-from kvgraft.evaluate.tasks.own import make_own
-from kvgraft.evaluate.traffic.texts import read_messages
-from kvgraft.prefill.profile import POLICY_FILE, Interval, MeasuredPolicy, PolicyProfile
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.evaluate.runner import ROWS, read_rows
+from kvgraft_lab.evaluate.scoring import ORDER_NOISE
+from kvgraft_lab.evaluate.tasks.items import PATTERNS, Shape
+from kvgraft_lab.evaluate.tasks.own import make_own
+from kvgraft_lab.testbed import MODEL_DIR
+from kvgraft_lab.traffic.texts import read_messages
 from models import link_model
 
 SMALL = (

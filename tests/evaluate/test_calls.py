@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from kvgraft.evaluate.calls import find_calls, match_calls
+from kvgraft_lab.evaluate.calls import find_calls, match_calls
 
 PLAY = json.dumps(
     {"spotify.play": {"artist": ["Taylor Swift"], "minutes": [20, 20.5], "loud": ["", False]}}

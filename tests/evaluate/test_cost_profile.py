@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from kvgraft.evaluate.cost_profile import CostProfile, estimate, render
-from kvgraft.prefill.costs import Costs
-from kvgraft.reuse.cost import CostModel, Work
-from kvgraft.segments.matches import Match
+from kvgraft.core.cost_model import CostModel, Work
+from kvgraft.core.costs import Costs
+from kvgraft.core.matches import Match
+from kvgraft_lab.evaluate.cost_profile import CostProfile, estimate, render
 
 COSTS = Costs(pass_s=3e-3, token_s=2e-4, pair_s=5e-8, copy_s=1e-6)
 

@@ -9,7 +9,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvgraft import Engine
-from kvgraft.evaluate.demo import (
+from kvgraft.cli.progress import progress_bar
+from kvgraft.prefill import DEFAULT_POLICY
+from kvgraft_lab.evaluate.demo import (
     POLICIES,
     DemoReport,
     PolicyRow,
@@ -18,9 +20,7 @@ from kvgraft.evaluate.demo import (
     render,
     run_demo,
 )
-from kvgraft.evaluate.progress import progress_bar
-from kvgraft.prefill import DEFAULT_POLICY
-from kvgraft.testbed import MODEL_DIR, scenarios
+from kvgraft_lab.testbed import MODEL_DIR, scenarios
 from models import make_model
 
 

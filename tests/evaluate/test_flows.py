@@ -10,13 +10,13 @@ import pytest
 from kvgraft import Engine
 from kvgraft.decode import FlowError, ops
 from kvgraft.decode.flow import trace
-from kvgraft.decode.flows import FLOWS, parse_flow
-from kvgraft.evaluate import flows as judging
-from kvgraft.evaluate.decoding import speedups
-from kvgraft.evaluate.explain import explain, render
-from kvgraft.evaluate.flows import FlowRow, FlowScore, FlowStage
-from kvgraft.evaluate.plots import write_pareto
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.flows import FLOWS, parse_flow
+from kvgraft_lab.evaluate import flows as judging
+from kvgraft_lab.evaluate.decoding import speedups
+from kvgraft_lab.evaluate.explain import explain, render
+from kvgraft_lab.evaluate.flows import FlowRow, FlowScore, FlowStage
+from kvgraft_lab.evaluate.plots import write_pareto
+from kvgraft_lab.testbed import MODEL_DIR
 
 DOCS = Path(__file__).parents[2] / "docs"
 FIRST = FlowStage("first", {"ruler": ("needles",)}, 1, 0.9)

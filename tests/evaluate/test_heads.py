@@ -8,10 +8,10 @@ import torch
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.cli import app, run
 from kvgraft.engine.decoder import Decoder
-from kvgraft.evaluate import heads
-from kvgraft.evaluate.heads import TextSample
 from kvgraft.kv.heads import HeadClass, HeadMap
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.evaluate import heads
+from kvgraft_lab.evaluate.heads import TextSample
+from kvgraft_lab.testbed import MODEL_DIR
 from research import redknot
 
 L, G, R = HeadClass.LOCAL, HeadClass.GLOBAL, HeadClass.RETRIEVAL

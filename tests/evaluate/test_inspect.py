@@ -7,9 +7,9 @@ import pytest
 
 from chromium import Page
 from kvgraft import Engine
-from kvgraft.evaluate.compare import Case, run_compare
-from kvgraft.evaluate.inspect import Inspection, inspect, render_page
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.evaluate.compare import Case, run_compare
+from kvgraft_lab.evaluate.inspect import Inspection, inspect, render_page
+from kvgraft_lab.testbed import MODEL_DIR
 
 DOCUMENT = (
     "the code of lamp is 42 . the old river slept . the paint of bell is grey . the wide road "

@@ -10,9 +10,9 @@ import torch
 
 from kvgraft import Engine
 from kvgraft.cli import app, run
-from kvgraft.evaluate import layer_profile
 from kvgraft.kv.profiles import LayerProfile, last_layers
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.evaluate import layer_profile
+from kvgraft_lab.testbed import MODEL_DIR
 
 
 @pytest.fixture(scope="module")

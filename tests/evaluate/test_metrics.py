@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kvgraft.evaluate.metrics import contains_all, contains_any, exact_match, f1, kv_deviation
+from kvgraft_lab.evaluate.metrics import contains_all, contains_any, exact_match, f1, kv_deviation
 
 
 @pytest.mark.parametrize(

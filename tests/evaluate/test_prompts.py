@@ -1,7 +1,7 @@
 import pytest
 
-from kvgraft.evaluate.prompts import Chat, as_parts, as_text, find_chat
-from kvgraft.segments.prompt import Segment, render_chat
+from kvgraft.core.prompt import Segment, render_chat
+from kvgraft_lab.evaluate.prompts import Chat, as_parts, as_text, find_chat
 from models import CHAT_TEMPLATE, make_tokenizer
 
 SEGMENTS = ("w3 w4", "w5", "w6 w7", "w8")

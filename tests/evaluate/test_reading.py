@@ -8,9 +8,10 @@ from rich.console import Console
 
 from gguf_files import make_gguf
 from kvgraft import Engine
-from kvgraft.evaluate import passages, reading
-from kvgraft.evaluate.passages import Passage, TextQuestion
-from kvgraft.evaluate.reading import (
+from kvgraft.models.convert import convert
+from kvgraft_lab.evaluate import passages, reading
+from kvgraft_lab.evaluate.passages import Passage, TextQuestion
+from kvgraft_lab.evaluate.reading import (
     AnsweredQuestion,
     PolicyAnswer,
     ReadingReport,
@@ -18,7 +19,6 @@ from kvgraft.evaluate.reading import (
     render,
     run_reading_demo,
 )
-from kvgraft.models.convert import convert
 
 FIRST = Passage("First", "the hen is here. " * 8)
 SECOND = Passage("Second", "then the other one came there. " * 6)

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from kvgraft import Engine, Request, Result, SamplingParams
-from kvgraft.evaluate.layers import ATTENTION, DEVIATION, Survey, draw, find_needle, survey
-from kvgraft.evaluate.needles import english_needle, fact_needle
-from kvgraft.evaluate.recording import Recorded
-from kvgraft.prefill.policies import Full, Naive, RedKnot, SparseX, Spread, Transitive
-from kvgraft.segments.prompt import Segment
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.core.prompt import Segment
+from kvgraft.policies import Full, Naive, RedKnot, SparseX, Spread, Transitive
+from kvgraft_lab.evaluate.layers import ATTENTION, DEVIATION, Survey, draw, find_needle, survey
+from kvgraft_lab.evaluate.needles import english_needle, fact_needle
+from kvgraft_lab.evaluate.recording import Recorded
+from kvgraft_lab.testbed import MODEL_DIR
 from research import redknot
 
 DOCUMENT = (

@@ -14,14 +14,14 @@ import msgspec
 import pytest
 
 from kvgraft import Engine
-from kvgraft.evaluate import plots, results, runner
-from kvgraft.evaluate.hosts import Answer, HttpHost, NativeHost, Orders, open_host
-from kvgraft.evaluate.prompts import Chat, as_text
-from kvgraft.evaluate.runner import EvalRow, EvalSettings
-from kvgraft.evaluate.scoring import ORDER_NOISE
-from kvgraft.evaluate.tasks import Ask, Item, Shape, TaskSuite, find_suites, load_suite
 from kvgraft.prefill import DEFAULT_POLICY
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.evaluate import plots, results, runner
+from kvgraft_lab.evaluate.hosts import Answer, HttpHost, NativeHost, Orders, open_host
+from kvgraft_lab.evaluate.prompts import Chat, as_text
+from kvgraft_lab.evaluate.runner import EvalRow, EvalSettings
+from kvgraft_lab.evaluate.scoring import ORDER_NOISE
+from kvgraft_lab.evaluate.tasks import Ask, Item, Shape, TaskSuite, find_suites, load_suite
+from kvgraft_lab.testbed import MODEL_DIR
 from research.sparsex.curves import write_curves
 
 POLICIES = ("full", "naive", "sparsex:recompute_share=1.0,boundary_layers=1")

@@ -11,15 +11,15 @@ import pytest
 
 from kvgraft import Engine
 from kvgraft.cli import app, run
-from kvgraft.evaluate import plots, results, runner, summaries
-from kvgraft.evaluate.compare import Case, run_compare
-from kvgraft.evaluate.hosts import NativeHost
-from kvgraft.evaluate.runner import EvalRow, EvalSettings
-from kvgraft.evaluate.scoring import ORDER_NOISE, ScoredPlaces, distances, other_orders
-from kvgraft.evaluate.summaries import Summary
-from kvgraft.evaluate.tasks import Ask, Item, Shape, find_suites
-from kvgraft.segments.prompt import mark
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.core.prompt import mark
+from kvgraft_lab.evaluate import plots, results, runner, summaries
+from kvgraft_lab.evaluate.compare import Case, run_compare
+from kvgraft_lab.evaluate.hosts import NativeHost
+from kvgraft_lab.evaluate.runner import EvalRow, EvalSettings
+from kvgraft_lab.evaluate.scoring import ORDER_NOISE, ScoredPlaces, distances, other_orders
+from kvgraft_lab.evaluate.summaries import Summary
+from kvgraft_lab.evaluate.tasks import Ask, Item, Shape, find_suites
+from kvgraft_lab.testbed import MODEL_DIR
 
 TOLERANCE = 1e-6  # nats, of float32 logits that are computed in another order
 EVERYTHING = "sparsex:recompute_share=1.0,boundary_layers=1"

@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from kvgraft.vllm.server.process import HOST, reserved_port
+from kvgraft.server.process import HOST, reserved_port
 
 
 def test_a_reserved_port_is_for_the_server_alone():

@@ -2,8 +2,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from kvgraft.evaluate.serving import ServingReport, render, run_serving_demo
-from kvgraft.vllm.server.process import serving
+from kvgraft.server.process import serving
+from kvgraft_lab.evaluate.serving import ServingReport, render, run_serving_demo
 
 pytestmark = pytest.mark.slow
 

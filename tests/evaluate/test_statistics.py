@@ -7,7 +7,7 @@ from math import isnan
 import numpy as np
 import pytest
 
-from kvgraft.evaluate.statistics import (
+from kvgraft_lab.evaluate.statistics import (
     bootstrap,
     bootstrap_share,
     holm,
@@ -45,7 +45,7 @@ def test_an_interval_of_many_values_is_as_wide_as_their_standard_error_says():
 def test_what_is_drawn_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     values = np.random.default_rng(0).normal(0, 1, 50).tolist()
     found = bootstrap(values)
-    monkeypatch.setattr("kvgraft.evaluate.statistics.DRAWN", 100)
+    monkeypatch.setattr("kvgraft_lab.evaluate.statistics.DRAWN", 100)
     assert bootstrap(values) == found
 
 

@@ -13,9 +13,9 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvgraft.fleet.ingress import SHOWN_S
-from kvgraft.testbed import tasks
-from kvgraft.testbed.documents import Facts, make_documents
-from kvgraft.vllm.server.process import running
+from kvgraft.server.process import running
+from kvgraft_lab.testbed import tasks
+from kvgraft_lab.testbed.documents import Facts, make_documents
 
 ALICE, BOB, ADMIN = "key-of-alice", "key-of-bob", "key-of-the-admin"
 START_S = 600.0  # some forty, unless the machine is busy

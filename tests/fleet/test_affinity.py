@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvgraft.core.prompt import mark
 from kvgraft.fleet.affinity import HEADER, affinity_headers
-from kvgraft.segments.prompt import mark
 
 SECRET = "sixteen bytes or more"
 LONG, SHORT = "The harbour was built in 1911. " * 20, "The bridge is closed. " * 5

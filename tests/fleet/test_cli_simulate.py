@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvgraft.cli import app, run
-from kvgraft.prefill.costs import Costs
+from kvgraft.core.costs import Costs
 
 ROOT = Path(__file__).parent.parent.parent
 PAIR = [str(ROOT / "docs" / "examples" / name) for name in ("read.json", "ask.json")]

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvgraft.core.costs import Costs
+from kvgraft.core.fingerprints import Fingerprints
+from kvgraft.core.keys import scope_digest
 from kvgraft.fleet.expected import expect
 from kvgraft.fleet.ranking import SILENCE, Ranking, ReplicaReport
 from kvgraft.fleet.replica import FASTEST, SLOWEST, LatencyCalibration
 from kvgraft.fleet.router_view import GRACE, pack
-from kvgraft.prefill.costs import Costs
-from kvgraft.segments.fingerprints import Fingerprints
-from kvgraft.segments.keys import scope_digest
 
 SCOPE = scope_digest("", "")
 COSTS = Costs(pass_s=0.004, token_s=1 / 8000, pair_s=0.0, copy_s=2.5e-6)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from starlette.responses import StreamingResponse
 
+from kvgraft.core.fingerprints import Fingerprints
 from kvgraft.fleet.ingress import with_headers
 from kvgraft.fleet.replica_contents import ReplicaContents
 from kvgraft.fleet.requests import (
@@ -17,7 +18,6 @@ from kvgraft.fleet.requests import (
     texts_of,
 )  # fmt: skip
 from kvgraft.fleet.router_view import RouterView
-from kvgraft.segments.fingerprints import Fingerprints
 
 SECRET = bytes(range(32))
 PARTS = [

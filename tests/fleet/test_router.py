@@ -14,13 +14,13 @@ from ray.serve._private.common import (
 )
 from ray.serve.request_router import PendingRequest
 
+from kvgraft.core.fingerprints import Fingerprints
+from kvgraft.core.keys import scope_digest
 from kvgraft.fleet.figures import FIGURES
 from kvgraft.fleet.ranking import ReplicaReport
 from kvgraft.fleet.requests import FleetRequest
 from kvgraft.fleet.router import SegmentRouter
 from kvgraft.fleet.router_view import pack
-from kvgraft.segments.fingerprints import Fingerprints
-from kvgraft.segments.keys import scope_digest
 
 TEXT = Fingerprints.of(np.random.default_rng(1).bytes(8000), scope_digest("", ""))
 GOOD = ReplicaReport(pack(TEXT.values), pack(TEXT.chain())).as_stats()

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvgraft.core.fingerprints import SPACING, Fingerprints
 from kvgraft.fleet.replica_contents import ReplicaContents
 from kvgraft.fleet.router_view import GRACE, ROWS, RouterView, pack, unpack
-from kvgraft.segments.fingerprints import SPACING, Fingerprints
 
 VALUES = st.lists(st.integers(0, 2**64 - 1), max_size=60).map(
     lambda values: np.array(values, np.uint64)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from fleets import ADMIN, Corpus, RunningFleet, ask, running_fleet
 
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.testbed import MODEL_DIR
 from models import make_adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 
 from chromium import Page
-from kvgraft.evaluate.traffic.tokens import WordPieces
-from kvgraft.evaluate.traffic.trace import RequestTrace, read_trace
-from kvgraft.fleet.simulation.generated import KINDS, TrafficShape, generate
-from kvgraft.fleet.simulation.page import render_page
-from kvgraft.fleet.simulation.picture import draw
-from kvgraft.fleet.simulation.recorded import ANSWER_TOKENS, replayed, texts_of
-from kvgraft.fleet.simulation.run import ROUTERS, Arrival, FleetShape, Simulated, simulate
-from kvgraft.fleet.simulation.study import ONE_SERVER, FleetStudy, StudySettings, compare
-from kvgraft.fleet.simulation.traffic import GeneratedTraffic, RecordedTraffic
-from kvgraft.prefill.costs import Costs
-from kvgraft.segments.fingerprints import Fingerprints
+from kvgraft.core.costs import Costs
+from kvgraft.core.fingerprints import Fingerprints
+from kvgraft_lab.simulation.generated import KINDS, TrafficShape, generate
+from kvgraft_lab.simulation.page import render_page
+from kvgraft_lab.simulation.picture import draw
+from kvgraft_lab.simulation.recorded import ANSWER_TOKENS, replayed, texts_of
+from kvgraft_lab.simulation.run import ROUTERS, Arrival, FleetShape, Simulated, simulate
+from kvgraft_lab.simulation.study import ONE_SERVER, FleetStudy, StudySettings, compare
+from kvgraft_lab.simulation.traffic import GeneratedTraffic, RecordedTraffic
+from kvgraft_lab.traffic.tokens import WordPieces
+from kvgraft_lab.traffic.trace import RequestTrace, read_trace
 
 COSTS = Costs(pass_s=0.004, token_s=1 / 8000, pair_s=0.0, copy_s=2.5e-6)
 SHAPE = FleetShape(4, 60_000, COSTS)

@@ -14,7 +14,7 @@ from threading import Event
 import pytest
 from fleets import ADMIN, ALICE, BOB, SETTINGS, START_S, Corpus, RunningFleet, ask
 
-from kvgraft.vllm.server.process import reserved_port
+from kvgraft.server.process import reserved_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 BIN = Path(sys.executable).parent

@@ -2,11 +2,11 @@ import logging
 
 import pytest
 
+from kvgraft.core.matches import DEEP
 from kvgraft.guard.breaker import Level
 from kvgraft.guard.guard import Guard, with_larger_budget
 from kvgraft.guard.target import Target
-from kvgraft.prefill.policies import parse_policy
-from kvgraft.segments.matches import DEEP
+from kvgraft.policies import parse_policy
 
 SPREAD, NAIVE = parse_policy("spread"), parse_policy("naive")
 GOOD, BAD = {"flips": 0.0, "answer_kl": 0.001}, {"flips": 0.4, "answer_kl": 3.0}

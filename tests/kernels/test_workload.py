@@ -15,8 +15,8 @@ from devices import DEVICE
 from kvgraft.decode.batch import Batch
 from kvgraft.decode.executor import fill, select
 from kvgraft.decode.flow import trace
-from kvgraft.decode.flows import FLOWS
 from kvgraft.decode.planner import plan
+from kvgraft.flows import FLOWS
 from kvgraft.kernels import workload
 from kvgraft.kernels.dispatch import block_sparse_attention
 from kvgraft.kernels.workload import FREE_PADDING, MOST_PADDING, Lengths, parts_of, plan_work

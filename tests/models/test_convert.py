@@ -8,10 +8,10 @@ from safetensors.torch import load_file
 
 from gguf_files import BOS, CHAT_TEMPLATE, EOS, EOT, TOKENS, make_gguf
 from kvgraft import Engine, Request, SamplingParams
+from kvgraft.core.prompt import render_chat
 from kvgraft.engine.config import SUPPORTED_ARCHITECTURES, load_config
 from kvgraft.engine.text import load_tokenizer, opening_ids
 from kvgraft.models.convert import ARCHITECTURES, convert
-from kvgraft.segments.prompt import render_chat
 
 
 @pytest.fixture

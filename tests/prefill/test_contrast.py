@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgraft import Engine, Request, Result, SamplingParams, Segment
-from kvgraft.evaluate.recording import PrefillRecord, Recorded
+from kvgraft.core.matches import Match
+from kvgraft.core.plan import Plan
+from kvgraft.policies import Spread, parse_policy
 from kvgraft.prefill.contrast import (
     CONTEXT_TOKENS,
     HEAD_TOKENS,
@@ -28,10 +30,8 @@ from kvgraft.prefill.contrast import (
     WORDING_TOKENS,
     distinguishing_tokens,
 )
-from kvgraft.prefill.plan import Plan
-from kvgraft.prefill.policies import Spread, parse_policy
-from kvgraft.segments.matches import Match
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.evaluate.recording import PrefillRecord, Recorded
+from kvgraft_lab.testbed import MODEL_DIR
 from properties import examples
 
 FORM = [*range(1000, 1020), 0, *range(1020, 1040), 0, *range(1040, 1062)]  # 0: a value

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvgraft.kv.documents import BlockCut, Document
+from kvgraft.policies import Condense, SamKV
+from kvgraft.policies.samkv import match, personalise, retrieved_share
 from kvgraft.prefill.documents.context import DocumentLayout, Placed, blend
-from kvgraft.prefill.policies import Condense, SamKV
-from kvgraft.prefill.policies.samkv import match, personalise, retrieved_share
 
 BLOCKS = BlockCut(8, 1, 1)
 

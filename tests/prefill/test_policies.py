@@ -1,7 +1,7 @@
 import pytest
 
 from kvgraft.methods import count_layers
-from kvgraft.prefill.policies import (
+from kvgraft.policies import (
     POLICIES,
     Full,
     Policy,

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgraft import Engine, Request, Result, SamplingParams, Segment
-from kvgraft.evaluate.recording import PrefillRecord, Recorded
+from kvgraft.core.matches import Match
+from kvgraft.core.plan import Plan
 from kvgraft.kv.rope import rotate
-from kvgraft.prefill.plan import Plan
-from kvgraft.prefill.policies import Naive, Policy, Spread
+from kvgraft.policies import Naive, Policy, Spread
 from kvgraft.prefill.spreading import AVERAGED, Spreading
-from kvgraft.segments.matches import Match
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.evaluate.recording import PrefillRecord, Recorded
+from kvgraft_lab.testbed import MODEL_DIR
 from properties import examples
 
 TEXT = " ".join(

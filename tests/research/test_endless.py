@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from kvgraft.testbed.tasks import read
+from kvgraft_lab.testbed.tasks import read
 from research import endless
 from research.endless import (
     EARLY,

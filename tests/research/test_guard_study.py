@@ -6,10 +6,10 @@ from random import Random
 import pytest
 
 from kvgraft import Engine
-from kvgraft.evaluate.tasks import Shape, find_suites
 from kvgraft.guard.target import Target
-from kvgraft.prefill.policies import parse_policy
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.policies import parse_policy
+from kvgraft_lab.evaluate.tasks import Shape, find_suites
+from kvgraft_lab.testbed import MODEL_DIR
 from research.guard import DAMAGES, HEALTHY, ScoredAnswer, answers, cases, stream
 
 [SUITE] = find_suites("multidoc")

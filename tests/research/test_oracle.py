@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.evaluate.prompts import as_parts
-from kvgraft.evaluate.scoring import native_distances, send
-from kvgraft.evaluate.tasks import Shape, find_suites
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.evaluate.prompts import as_parts
+from kvgraft_lab.evaluate.scoring import native_distances, send
+from kvgraft_lab.evaluate.tasks import Shape, find_suites
+from kvgraft_lab.testbed import MODEL_DIR
 from research.oracle import Attribution, Told, main, measure
 
 [SUITE] = find_suites("multihop")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from kvgraft.evaluate.hosts import Answer
-from kvgraft.evaluate.runner import EvalRow, EvalSettings
-from kvgraft.evaluate.tasks import GENERATED, find_suites
-from kvgraft.prefill.policies import CacheBlend, SparseX, parse_policy
+from kvgraft.policies import CacheBlend, SparseX, parse_policy
+from kvgraft_lab.evaluate.hosts import Answer
+from kvgraft_lab.evaluate.runner import EvalRow, EvalSettings
+from kvgraft_lab.evaluate.tasks import GENERATED, find_suites
 from research.quality import EXPERIMENTS, WORK, _compare_hosts, _rules
 from research.sparsex.paper_tables import PAPER_METHODS, paper_tables
 

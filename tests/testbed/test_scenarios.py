@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvgraft.testbed import MODEL_DIR
-from kvgraft.testbed.scenarios import Scenario, make_scenarios
-from kvgraft.testbed.tasks import read
+from kvgraft_lab.testbed import MODEL_DIR
+from kvgraft_lab.testbed.scenarios import Scenario, make_scenarios
+from kvgraft_lab.testbed.tasks import read
 
 SCENARIOS = make_scenarios(seed=3, num_items=6)
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}

@@ -6,9 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from kvgraft.testbed import MODEL_DIR, vocabulary
-from kvgraft.testbed.documents import POLLED, Facts, make_documents, make_glossary
-from kvgraft.testbed.tasks import NEEDLES, Question, Resolved, ask, is_code, read, resolve, together
+from kvgraft_lab.testbed import MODEL_DIR, vocabulary
+from kvgraft_lab.testbed.documents import POLLED, Facts, make_documents, make_glossary
+from kvgraft_lab.testbed.tasks import (
+    NEEDLES,
+    Question,
+    Resolved,
+    ask,
+    is_code,
+    read,
+    resolve,
+    together,
+)
 from properties import examples
 
 FACTS = Facts(

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvgraft.core.plan import Plan
+from kvgraft.policies import POLICIES
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
-from kvgraft.prefill.plan import Plan
-from kvgraft.prefill.policies import POLICIES
 from kvgraft.prefill.spreading import Spreading
 
 

@@ -35,8 +35,8 @@ from engines import (  # noqa: E402
 from hosts import Host  # noqa: E402
 from traffic import LONG, Traffic  # noqa: E402
 
-from kvgraft.segments.segmentation import Similarity  # noqa: E402
-from kvgraft.segments.store import StoredBlock, StoreOptions  # noqa: E402
+from kvgraft.core.segmentation import Similarity  # noqa: E402
+from kvgraft.store import StoredBlock, StoreOptions  # noqa: E402
 from kvgraft.vllm.compat.support import UnsupportedConfiguration  # noqa: E402
 from kvgraft.vllm.connector.metadata import CHUNK_BLOCKS, Load  # noqa: E402
 from kvgraft.vllm.connector.store_worker import StoreWorker  # noqa: E402

@@ -20,8 +20,8 @@ def main(answers: IO[str]) -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    from kvgraft.testbed import MODEL_DIR
     from kvgraft.vllm.compat import WORKER_CLASS, transfer_config
+    from kvgraft_lab.testbed import MODEL_DIR
 
     job = json.load(sys.stdin)
     arguments: dict[str, Any] = {

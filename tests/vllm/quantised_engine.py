@@ -21,7 +21,7 @@ from torch import Tensor  # noqa: E402
 from kvgraft.kv.heads import HeadClass  # noqa: E402
 from kvgraft.kv.rope import rotate  # noqa: E402
 from kvgraft.methods import count_layers  # noqa: E402
-from kvgraft.prefill.policies import RedKnot  # noqa: E402
+from kvgraft.policies import RedKnot  # noqa: E402
 
 ROUNDING = {"fp8": (2**-4, 2**-10), "fp8_e4m3": (2**-4, 2**-10), "fp8_e5m2": (2**-3, 2**-17)}
 DOCUMENT, OTHER, OPENING = words(300, 1), words(200, 2), words(100, 3)

@@ -10,9 +10,9 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from kvgraft.prefill.policies import parse_policy
-from kvgraft.reuse.provenance import BlockProvenance
-from kvgraft.segments.keys import scope_digest
+from kvgraft.core.keys import scope_digest
+from kvgraft.core.provenance import BlockProvenance
+from kvgraft.policies import parse_policy
 from kvgraft.vllm.compat.adapters import Adapter, adapter_digest
 from kvgraft.vllm.connector.eligibility import RequestAdapters
 from kvgraft.vllm.connector.request_state import RequestState

@@ -7,8 +7,8 @@ import warm
 from engines import ENVIRONMENT
 
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.evaluate.tasks import Shape, find_suites
-from kvgraft.testbed import MODEL_DIR, vocabulary
+from kvgraft_lab.evaluate.tasks import Shape, find_suites
+from kvgraft_lab.testbed import MODEL_DIR, vocabulary
 
 ENGINE = Path(__file__).with_name("grafting_engine.py")
 OPTIONS = [{"policy": "spread"}, {"policy": "spread", "alike_share": 1.0}, {"reuse": "off"}]

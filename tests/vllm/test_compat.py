@@ -22,7 +22,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvgraft.testbed import MODEL_DIR
 from kvgraft.vllm.compat import CONNECTOR, FLOW, WORKER_CLASS, support, transfer_config
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.compat.support import (
@@ -31,6 +30,7 @@ from kvgraft.vllm.compat.support import (
     check_supported,
     vllm_version,
 )
+from kvgraft_lab.testbed import MODEL_DIR
 from models import make_head_map, make_model
 from quantised_models import IN_FP8
 

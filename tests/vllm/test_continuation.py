@@ -7,8 +7,8 @@ from engines import BLOCK, EVERYTHING, NAIVE, NUM_BLOCKS, OFF, Answer, Ask, word
 from hosts import Host
 from processes import HostProcess
 
+from kvgraft.policies import SparseX
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
-from kvgraft.prefill.policies import SparseX
 
 DOCUMENT, OPENING = words(300, 1), words(70, 2)
 FIRST = 64  # the first graft stands in the block that begins here
@@ -257,7 +257,7 @@ def test_a_failed_recovery_behind_it_leaves_nothing_that_poses_as_exact(
 
     with monkeypatch.context() as patched:
         patched.setattr(host.queue, "_recover", fail, raising=False)
-        from kvgraft.prefill.policies import Naive
+        from kvgraft.policies import Naive
 
         patched.setattr(Naive, "recover", fail)
         [answer] = host.ask(Ask(prompt, NAIVE))

@@ -28,11 +28,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
+from kvgraft.server import arguments, keys, serve
+from kvgraft.server.engine_client import NOT_RESET, TenantEngineClient
+from kvgraft.server.plugin import ServerPlugin
 from kvgraft.vllm.compat.command_line import make_arg_parser
 from kvgraft.vllm.compat.reports import StoppedReports
-from kvgraft.vllm.server import arguments, keys, serve
-from kvgraft.vllm.server.engine_client import NOT_RESET, TenantEngineClient
-from kvgraft.vllm.server.plugin import ServerPlugin
 
 SOURCE = Path(arguments.__file__).parent
 

@@ -15,11 +15,11 @@ from processes import HostProcess
 from torch import Tensor
 
 from kvgraft import Engine, Request, SamplingParams
+from kvgraft.core.prompt import Part, Segment
+from kvgraft.policies import POLICIES, Condense
 from kvgraft.prefill.documents.context import DocumentContext
-from kvgraft.prefill.policies import POLICIES, Condense
-from kvgraft.segments.prompt import Part, Segment
+from kvgraft.server.engine_client import NOT_RESET
 from kvgraft.vllm.layers import VllmLayers
-from kvgraft.vllm.server.engine_client import NOT_RESET
 
 DOCUMENTS = [words(9 * BLOCK, 1), words(6 * BLOCK, 2), words(8 * BLOCK, 3)]
 NUM_DOCUMENT_TOKENS = sum(map(len, DOCUMENTS))

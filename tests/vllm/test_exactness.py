@@ -12,8 +12,8 @@ from processes import HostProcess
 from vllm.sampling_params import RequestOutputKind
 
 from kvgraft.kv.rope import rotate
+from kvgraft.policies import POLICIES
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
-from kvgraft.prefill.policies import POLICIES
 
 TOLERANCE = 1e-4  # keys and values of order 3 in float32
 RECOMPUTED = [

@@ -16,10 +16,10 @@ from vllm.config import KVTransferConfig, VllmConfig
 
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.kv.heads import HeadClass, HeadMap
+from kvgraft.server.arguments import parse
 from kvgraft.vllm.compat import support, transfer_config
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_head_map
 from kvgraft.vllm.heads.spec import SinkWindowSpec
-from kvgraft.vllm.server.arguments import parse
 from models import make_head_map, make_model
 
 WINDOW, SINKS, BLOCK = 96, 40, 32

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvgraft.core.plan import Plan
 from kvgraft.methods import count_layers
-from kvgraft.prefill.plan import Plan
-from kvgraft.prefill.policies import Full, Naive, SparseX
+from kvgraft.policies import Full, Naive, SparseX
 from kvgraft.vllm.options import (
     CONTROL_TOKEN,
     KEY,

@@ -18,7 +18,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
-from kvgraft.segments.pins import PinnedDocuments
+from kvgraft.core.pins import PinnedDocuments
 from kvgraft.vllm.groups import NULL_PAGE, CacheGroups
 from kvgraft.vllm.heads.spec import SinkWindowSpec
 from kvgraft.vllm.pool import SharedPool

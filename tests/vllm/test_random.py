@@ -12,7 +12,7 @@ from hosts import Host
 from processes import HostProcess
 from traffic import EVERY_WAY, LONG, SALTS, SHORT, WANT_EXACT, Options, Traffic
 
-from kvgraft.segments.segmentation import Similarity
+from kvgraft.core.segmentation import Similarity
 
 RECOMPUTED: list[Options] = [
     OFF,

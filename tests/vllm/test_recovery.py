@@ -12,8 +12,8 @@ from engines import BLOCK, EVERYTHING, NAIVE, NUM_BLOCKS, OFF, Ask, words
 from hosts import Host
 from processes import HostProcess
 
+from kvgraft.policies import POLICIES
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
-from kvgraft.prefill.policies import POLICIES
 
 DOCUMENT = words(300, 1)
 

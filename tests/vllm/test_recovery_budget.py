@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("vllm.config")
 
-from kvgraft.prefill.costs import Costs
+from kvgraft.core.costs import Costs
 from kvgraft.vllm.recovery_budget import LEAST_S, RecoveryBudget, seconds_of_step
 
 COSTS = Costs(pass_s=4.0, token_s=1.0, pair_s=0.01, copy_s=0.5)

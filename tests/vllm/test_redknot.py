@@ -16,8 +16,8 @@ from torch import Tensor
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.kv.heads import HEAD_MAP_FILE, HeadClass, HeadMap
 from kvgraft.methods import count_layers
+from kvgraft.policies import POLICIES, RedKnot
 from kvgraft.prefill.context import Hidden, PrefillContext
-from kvgraft.prefill.policies import POLICIES, RedKnot
 
 DOCUMENTS = [words(10 * BLOCK, 1), words(7 * BLOCK, 2)]
 NUM_KNOWN = sum(map(len, DOCUMENTS))

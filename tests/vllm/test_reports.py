@@ -21,8 +21,8 @@ from engines import (
 )
 from hosts import Host
 
+from kvgraft.policies import DEFAULT_POLICY, POLICIES
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
-from kvgraft.prefill.policies import DEFAULT_POLICY, POLICIES
 from kvgraft.vllm.compat.reports import StoppedReports
 
 DOCUMENT, OPENING = words(300, 1), words(100, 2)

@@ -10,7 +10,7 @@ from engines import BLOCK, EVERYTHING, MAX_LENGTH, NUM_BLOCKS, OFF, STEP_TOKENS,
 from hosts import Host
 from processes import HostProcess
 
-from kvgraft.prefill.costs import Costs
+from kvgraft.core.costs import Costs
 
 ALL_LAYERS = {"policy": "sparsex", "boundary_layers": 4}
 

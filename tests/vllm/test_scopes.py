@@ -11,9 +11,9 @@ from test_pool import BLOCK, hasher, make_pool, manager_of
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from kvgraft.prefill.policies import parse_policy
-from kvgraft.reuse.provenance import BlockProvenance
-from kvgraft.segments.keys import scope_digest
+from kvgraft.core.keys import scope_digest
+from kvgraft.core.provenance import BlockProvenance
+from kvgraft.policies import parse_policy
 from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.prefix_lookup import HashMasking, PrefixContinuation
 from kvgraft.vllm.connector.request_state import RequestState

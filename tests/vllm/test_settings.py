@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from kvgraft.core.pins import PinnedDocuments
 from kvgraft.kv.pages import PagePool
-from kvgraft.segments.pins import PinnedDocuments
 from kvgraft.vllm.settings import KVGraftSettings
 
 

@@ -11,9 +11,9 @@ import warm
 from engines import ENVIRONMENT
 
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.testbed import MODEL_DIR
-from kvgraft.testbed.documents import Facts, make_documents
-from kvgraft.testbed.tasks import read
+from kvgraft_lab.testbed import MODEL_DIR
+from kvgraft_lab.testbed.documents import Facts, make_documents
+from kvgraft_lab.testbed.tasks import read
 
 ENGINE = Path(__file__).with_name("grafting_engine.py")
 EVERYTHING = {"policy": "sparsex", "recompute_share": 1.0}

@@ -6,7 +6,7 @@ from engines import BLOCK, EVERYTHING, NAIVE, OFF, Ask, words
 from hosts import Host
 from processes import HostProcess
 
-from kvgraft.segments.matches import MAX_DEPTH
+from kvgraft.core.matches import MAX_DEPTH
 
 DOCUMENT = words(300, 1)
 

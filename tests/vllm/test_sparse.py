@@ -12,9 +12,9 @@ from processes import HostProcess
 from test_compat import configure
 
 from kvgraft import Engine, Request, SamplingParams
+from kvgraft.server.arguments import parse
 from kvgraft.vllm.compat import FLOW, WORKER_CLASS, transfer_config
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
-from kvgraft.vllm.server.arguments import parse
 from kvgraft.vllm.sparse.program import install
 
 MINE = Path(__file__).parents[2] / "docs" / "my_flow.py"  # a user's own
@@ -193,7 +193,7 @@ def test_the_flag_names_the_flow_to_every_process(
     )
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(
-        "from kvgraft.decode.flows.quest import Quest\n\n\nclass Mine(Quest):\n    name = 'mine'\n"
+        "from kvgraft.flows.quest import Quest\n\n\nclass Mine(Quest):\n    name = 'mine'\n"
     )
     assert parse([str(model), "--flow", "mine.py:mine:topk_blocks=2"]).additional_config == {
         FLOW: f"{tmp_path}/mine.py:mine:topk_blocks=2"

@@ -16,8 +16,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 
-from kvgraft.segments import store
-from kvgraft.segments.store.events import EVENTS
+from kvgraft import store
+from kvgraft.store.events import EVENTS
 from kvgraft.vllm.compat import transfer_config
 from kvgraft.vllm.connector import KVGraftConnector
 from kvgraft.vllm.stats import BUCKETS, METRICS, PromMetrics, Stats

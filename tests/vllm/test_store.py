@@ -12,16 +12,16 @@ import pytest
 import warm
 from engines import ALONE, TWO_RANKS
 
-from kvgraft.reuse.provenance import BlockProvenance
-from kvgraft.segments.keys import scope_digest
-from kvgraft.segments.store import StoreDirectory, StoreOptions
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.core.keys import scope_digest
+from kvgraft.core.provenance import BlockProvenance
+from kvgraft.server.tenancy import Salts, Tenant
+from kvgraft.store import StoreDirectory, StoreOptions
 from kvgraft.vllm.connector.metadata import Load, StoreOrders, StoreReport
 from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.connector.store_scheduler import StoreScheduler
 from kvgraft.vllm.connector.store_worker import StoreWorker
 from kvgraft.vllm.options import Control
-from kvgraft.vllm.server.tenancy import Salts, Tenant
+from kvgraft_lab.testbed import MODEL_DIR
 from models import make_adapter
 
 if TYPE_CHECKING:

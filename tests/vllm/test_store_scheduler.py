@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from test_pool import BLOCK, make_pool, manager_of
 
-from kvgraft.reuse.provenance import BlockProvenance
-from kvgraft.segments.keys import chain_hashes, scope_digest
-from kvgraft.segments.store import Chunk, ChunkRecord
+from kvgraft.core.keys import chain_hashes, scope_digest
+from kvgraft.core.provenance import BlockProvenance
+from kvgraft.store import Chunk, ChunkRecord
 from kvgraft.vllm.connector.metadata import StoreReport, WorkerMetadata
 from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.request_state import RequestState

@@ -9,8 +9,8 @@ import warm
 from engines import ALONE, TWO_RANKS
 
 from kvgraft.engine.text import load_tokenizer
-from kvgraft.testbed import MODEL_DIR
-from kvgraft.testbed.scenarios import make_scenarios
+from kvgraft_lab.testbed import MODEL_DIR
+from kvgraft_lab.testbed.scenarios import make_scenarios
 
 pytestmark = pytest.mark.slow
 ENGINE = Path(__file__).with_name("grafting_engine.py")

@@ -29,7 +29,7 @@ IMPORTED = (
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama",
     "vllm.model_executor.models.qwen3", "kvgraft.cli", "kvgraft.vllm.worker",
-    "kvgraft.vllm.server.serve",
+    "kvgraft.server.serve",
 )  # fmt: skip
 MESSAGE = 1 << 17  # bytes of a request for a program, at most
 

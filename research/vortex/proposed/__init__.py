@@ -6,7 +6,7 @@ that users can name: `gpt.py:gpt_sub_block_peak`."""
 
 from pathlib import Path
 
-from kvgraft.decode.flows import load_flows
+from kvgraft.flows import load_flows
 
 ROOT = Path(__file__).parents[3]
 FILES = tuple(

@@ -1,4 +1,4 @@
-"""The `kvgraft` command: thin wrappers around the engine and the evaluation code.
+"""The `kvgraft` command: thin wrappers around the engine, the servers and the store.
 
 Commands import their dependencies when they run. Importing torch and transformers takes seconds,
 and `--help` does not need them.
@@ -11,20 +11,11 @@ from typing import Any
 import msgspec
 import typer
 
-from kvgraft.cli import (  # noqa: F401  # their commands
-    answers,
-    calibrate,
-    demo,
-    fleet,
-    flows,
-    models,
-    serve,
-    simulation,
-    store,
-    studies,
-    traffic,
-)
+from kvgraft.cli import fleet, generate, models, serve, store  # noqa: F401  # their commands
+from kvgraft.cli.laboratory import add_commands
 from kvgraft.cli.options import app
+
+add_commands(app)
 
 
 def main() -> None:

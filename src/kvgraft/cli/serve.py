@@ -11,7 +11,7 @@ from rich.text import Text
 from kvgraft.cli.options import app, show
 
 if TYPE_CHECKING:
-    from kvgraft.vllm.server.summary import ConfigurationSummary
+    from kvgraft.server.summary import ConfigurationSummary
 
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -20,7 +20,7 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 def serve(context: typer.Context) -> None:
     """The OpenAI API by vLLM, with reuse: `kvgraft serve [MODEL] \\[any vLLM flag]`, see `kvgraft
     serve --help`."""
-    from kvgraft.vllm.server.checks import check_arguments, help_text
+    from kvgraft.server.checks import check_arguments, help_text
 
     arguments = context.args
     if {"-h", "--help"} & set(arguments):
@@ -33,8 +33,8 @@ def serve(context: typer.Context) -> None:
         os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        from kvgraft.vllm.server.serve import serve as run_server
-        from kvgraft.vllm.server.serve import summarize
+        from kvgraft.server.serve import serve as run_server
+        from kvgraft.server.serve import summarize
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "vllm":
             raise

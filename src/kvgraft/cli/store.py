@@ -15,11 +15,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvgraft.cli.options import JsonOption, app, console, find, print_json, progress_console
-from kvgraft.evaluate.progress import progress_bar
+from kvgraft.cli.progress import progress_bar
 from kvgraft.methods import require_amount
-from kvgraft.segments.store import StoreDirectory, StoreOptions
-from kvgraft.segments.store.catalogue import CatalogueDamaged, CatalogueRow
-from kvgraft.segments.store.secret import CACHE_SECRET, given_secret
+from kvgraft.store import StoreDirectory, StoreOptions
+from kvgraft.store.catalogue import CatalogueDamaged, CatalogueRow
+from kvgraft.store.secret import CACHE_SECRET, given_secret
 
 # hexadecimal digits of a key in tables
 SHORT_KEY = 12

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import torch
 
+from kvgraft.core.cost_model import CostModel
+from kvgraft.core.costs import Costs, find_costs
+from kvgraft.core.plan import Plan
 from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.prefill import NativePrefill
 from kvgraft.kv.cache import KVCache
-from kvgraft.prefill.costs import Costs, calibrate, find_costs
-from kvgraft.prefill.plan import Plan
-from kvgraft.reuse.cost import CostModel
+from kvgraft.prefill.cost_calibration import calibrate
 
 
 def make_cost_model(

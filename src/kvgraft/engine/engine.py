@@ -5,6 +5,14 @@ from pathlib import Path
 
 import torch
 
+from kvgraft.core.cost_model import EXACTNESS_WEIGHT
+from kvgraft.core.costs import Costs
+from kvgraft.core.keys import scope_digest
+from kvgraft.core.matches import MAX_DEPTH
+from kvgraft.core.pins import PinnedDocument, PinnedDocuments
+from kvgraft.core.provenance import BlockProvenance
+from kvgraft.core.reuse_index import ReuseIndex, wants_similar
+from kvgraft.core.segmentation import ANCHORS, Similarity
 from kvgraft.decode.flow import Flow
 from kvgraft.engine.costs import make_cost_model
 from kvgraft.engine.decoder import load_decoder
@@ -35,19 +43,11 @@ from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.heads import HeadMap
 from kvgraft.methods import require_amount, require_at_least, require_flag
 from kvgraft.models import find_model
+from kvgraft.policies import parse_policy
 from kvgraft.prefill.context import Policy
-from kvgraft.prefill.costs import Costs
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
-from kvgraft.prefill.policies import parse_policy
-from kvgraft.reuse.cost import EXACTNESS_WEIGHT
-from kvgraft.reuse.index import ReuseIndex, wants_similar
-from kvgraft.reuse.provenance import BlockProvenance
-from kvgraft.segments.keys import scope_digest
-from kvgraft.segments.matches import MAX_DEPTH
-from kvgraft.segments.pins import PinnedDocument, PinnedDocuments
-from kvgraft.segments.segmentation import ANCHORS, Similarity
-from kvgraft.segments.store import SegmentStore, StoreOptions
+from kvgraft.store import SegmentStore, StoreOptions
 
 MAKE_SIMILAR = "make the engine with match='similar'"
 

@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvgraft.core.approximate_prefix import ApproximatePrefixCache, Continued
+from kvgraft.core.cost_model import CostEstimate, CostModel
+from kvgraft.core.keys import chain_hashes
+from kvgraft.core.matches import Match, in_blocks
+from kvgraft.core.plan import Plan
+from kvgraft.core.retention import GraftedBlockRetention, is_copied
+from kvgraft.core.reuse_index import ReuseIndex
 from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.kv.heads import StreamLayout
 from kvgraft.kv.lists import LocalPages
 from kvgraft.kv.pages import PagePool
-from kvgraft.prefill.plan import Plan
-from kvgraft.reuse.approximate_prefix import ApproximatePrefixCache, Continued
-from kvgraft.reuse.cost import CostEstimate, CostModel
-from kvgraft.reuse.index import ReuseIndex
-from kvgraft.reuse.retention import GraftedBlockRetention, is_copied
-from kvgraft.segments.keys import chain_hashes
-from kvgraft.segments.matches import Match, in_blocks
 
 # Approximate blocks have random keys of this size in the prefix cache; no content hashes to them.
 KEY_BYTES = 32

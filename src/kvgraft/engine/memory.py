@@ -6,15 +6,15 @@ from collections import Counter
 
 import numpy as np
 
+from kvgraft.core.pins import PinnedDocuments
+from kvgraft.core.plan import Plan
+from kvgraft.core.refresh import Refresh
 from kvgraft.engine.lookup import CacheLookup, Reuse
 from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.engine.store_tier import StoreTier
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.lists import PageLists
 from kvgraft.kv.pages import PagePool, PoolExhausted
-from kvgraft.prefill.plan import Plan
-from kvgraft.reuse.refresh import Refresh
-from kvgraft.segments.pins import PinnedDocuments
 
 logger = logging.getLogger("kvgraft")
 NOTHING = Reuse({}, [], None, [])

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from kvgraft.core.segmentation import Similarity, parse_match
 from kvgraft.engine.config import ModelConfig
 from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.profiles import MAKE_MAP
@@ -12,7 +13,6 @@ from kvgraft.kv.cache import KVCache
 from kvgraft.kv.heads import HeadMap, StreamLayout
 from kvgraft.kv.pages import PagePool
 from kvgraft.prefill.context import Policy
-from kvgraft.segments.segmentation import Similarity, parse_match
 
 # The pool never holds more than this number of prompts of the full length.
 PROMPTS = 8

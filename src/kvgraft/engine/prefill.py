@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvgraft.core.plan import Plan
 from kvgraft.engine.decoder import Decoder
 from kvgraft.kernels.dispatch import align_copy, segpaged_attention
 from kvgraft.kernels.heads import LayerHeads
@@ -20,7 +21,6 @@ from kvgraft.kv.heads import HeadMap
 from kvgraft.kv.rope import rotate
 from kvgraft.prefill.context import Heads, Hidden, Reduction
 from kvgraft.prefill.paged import PagedPrefill
-from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.spreading import Spreading
 from kvgraft.prefill.spreading_rows import SpreadingRows
 

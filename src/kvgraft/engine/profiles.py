@@ -9,9 +9,9 @@ from kvgraft.engine.checkpoint import identify
 from kvgraft.engine.config import ModelConfig
 from kvgraft.kv.heads import HEAD_MAP_FILE, HeadMap
 from kvgraft.kv.profiles import LAYERS_FILE, LayerProfile, last_layers
+from kvgraft.policies import DEFAULT_POLICY, parse_policy
+from kvgraft.policies.profile import POLICY_FILE, PolicyProfile
 from kvgraft.prefill.context import Policy
-from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
-from kvgraft.prefill.profile import POLICY_FILE, PolicyProfile
 
 logger = logging.getLogger("kvgraft")
 MAKE_MAP = (

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from kvgraft.core.prompt import TokenisedPrompt, split_at_anchors, tokenise
 from kvgraft.engine.request import Request, check_forced_output
 from kvgraft.engine.text import opening_ids
-from kvgraft.segments.prompt import TokenisedPrompt, split_at_anchors, tokenise
 
 
 class PromptReader:

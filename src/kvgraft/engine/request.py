@@ -9,11 +9,11 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
+from kvgraft.core.prompt import Part
+from kvgraft.core.report import PrefillReport
 from kvgraft.decode.flow import Flow
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.prefill.context import Policy
-from kvgraft.prefill.report import PrefillReport
-from kvgraft.segments.prompt import Part
 
 
 class RequestError(ValueError):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvgraft.core.plan import Plan
 from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.layers import NativeLayers
 from kvgraft.engine.memory import Memory
@@ -24,7 +25,6 @@ from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
 from kvgraft.prefill.documents.partial import PartialPrefill
-from kvgraft.prefill.plan import Plan
 
 Recover = Callable[[PrefillContext], Hidden]
 

@@ -9,6 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvgraft.core.approximate_prefix import Continued
+from kvgraft.core.cost_model import CostEstimate
+from kvgraft.core.matches import Match
+from kvgraft.core.plan import Kind, Plan
+from kvgraft.core.provenance import BlockProvenance
+from kvgraft.core.readings import spans_of
+from kvgraft.core.report import unknown_reason
 from kvgraft.decode.flow import Flow
 from kvgraft.engine.request import Event, Report, Request, Result
 from kvgraft.engine.sampling import Sampler
@@ -17,13 +24,6 @@ from kvgraft.kv.heads import StreamLayout
 from kvgraft.kv.lists import PageLists
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
-from kvgraft.prefill.plan import Kind, Plan
-from kvgraft.prefill.report import unknown_reason
-from kvgraft.reuse.approximate_prefix import Continued
-from kvgraft.reuse.cost import CostEstimate
-from kvgraft.reuse.provenance import BlockProvenance
-from kvgraft.reuse.readings import spans_of
-from kvgraft.segments.matches import Match
 
 
 @dataclass(eq=False)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvgraft.decode.batch import Batch
 from kvgraft.decode.flow import Flow, Program, trace
-from kvgraft.decode.flows import parse_flow
 from kvgraft.decode.indexer import Indexer, LayerIndexer
 from kvgraft.engine.sequence_state import SequenceState
+from kvgraft.flows import parse_flow
 from kvgraft.kernels.layout import StepRows
 from kvgraft.kernels.upload import upload
 from kvgraft.kernels.workload import Lengths

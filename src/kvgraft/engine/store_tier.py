@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvgraft.core.matches import in_blocks
+from kvgraft.core.restore import register_restored, wanted_exact, wanted_grafts
+from kvgraft.core.reuse_index import ReuseIndex
 from kvgraft.engine.lookup import Reuse
 from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.kv.cache import KVCache, slots_of
 from kvgraft.kv.pages import PagePool
-from kvgraft.reuse.index import ReuseIndex
-from kvgraft.reuse.restore import register_restored, wanted_exact, wanted_grafts
-from kvgraft.segments.matches import in_blocks
-from kvgraft.segments.store import SegmentStore, StoredBlock, StoreOptions
+from kvgraft.store import SegmentStore, StoredBlock, StoreOptions
 
 
 class StoreTier:

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from kvgraft.segments.prompt import Part, Segment
+from kvgraft.core.prompt import Part, Segment
 
 # A decoder returns this for the bytes of an unfinished character.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvgraft.segments.prompt import START, Segment, parse_markers
+from kvgraft.core.prompt import START, Segment, parse_markers
 
 # the header that vLLM's router checks first
 HEADER = "X-Session-ID"
@@ -32,7 +32,7 @@ def affinity_headers(prompt: Prompt, *, secret: str | bytes | None = None) -> di
     """Return the headers of a request, for a router that keeps sessions together.
 
     Prompts with the same largest segment get the same headers; the other text and its order do not
-    matter. Segments are the texts between reuse markers (`kvgraft.segments.prompt.mark`). Without
+    matter. Segments are the texts between reuse markers (`kvgraft.core.prompt.mark`). Without
     markers they are the text parts of a message that has several, else the texts between blank
     lines. System prompts do not count, because all requests of an application have the same one.
 

@@ -24,9 +24,9 @@ from kvgraft.fleet.ingress import Ingress
 from kvgraft.fleet.options import FleetOptions
 from kvgraft.fleet.replica import INGRESS, REPLICA, STOP_S, Replica
 from kvgraft.fleet.router import SegmentRouter
-from kvgraft.segments.store.secret import CACHE_SECRET
-from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY, Keys, check_exposure
-from kvgraft.vllm.server.process import KVGRAFT
+from kvgraft.server.keys import ADMIN_KEY, API_KEY, Keys, check_exposure
+from kvgraft.server.process import KVGRAFT
+from kvgraft.store.secret import CACHE_SECRET
 
 # time to send clients the last of their answers after the servers have ended
 FLUSH_S = 2.0
@@ -253,7 +253,7 @@ def _served(options: FleetOptions) -> Namespace:
     Raises:
         ValueError: a server would not start with them.
     """
-    from kvgraft.vllm.server.arguments import parse
+    from kvgraft.server.arguments import parse
 
     return parse(options.command)
 

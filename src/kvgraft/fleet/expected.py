@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvgraft.prefill.costs import Costs
-from kvgraft.segments.fingerprints import Fingerprints
+from kvgraft.core.costs import Costs
+from kvgraft.core.fingerprints import Fingerprints
 
 # assumed until a server reports its own value
 BYTES_PER_TOKEN = 4.0

@@ -19,6 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from kvgraft.core.fingerprints import Fingerprints
 from kvgraft.fleet.broadcast import ask_all
 from kvgraft.fleet.figures import FIGURES, labelled, shown
 from kvgraft.fleet.requests import (
@@ -31,12 +32,11 @@ from kvgraft.fleet.requests import (
     texts_of,
 )
 from kvgraft.fleet.state_log import CHANGE_S, PATHS, ReplayedState, StateLog
-from kvgraft.segments.fingerprints import Fingerprints
-from kvgraft.vllm.server.access import PAGE, PAGE_ROUTES, Access, access
-from kvgraft.vllm.server.body import Disconnected, read_body
-from kvgraft.vllm.server.errors import Refused
-from kvgraft.vllm.server.keys import Keys
-from kvgraft.vllm.server.tenancy import Keyring, Principal, shown_key
+from kvgraft.server.access import PAGE, PAGE_ROUTES, Access, access
+from kvgraft.server.body import Disconnected, read_body
+from kvgraft.server.errors import Refused
+from kvgraft.server.keys import Keys
+from kvgraft.server.tenancy import Keyring, Principal, shown_key
 
 STATUS = "/v1/kvgraft/fleet"
 # routes with a prompt: a POST is routed by text, and the text counts as known afterwards

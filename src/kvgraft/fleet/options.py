@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from kvgraft.fleet.ranking import IMBALANCE, ROUTINGS
-from kvgraft.vllm.server.checks import HOST, PORT, address_reasons, check_arguments
+from kvgraft.server.checks import HOST, PORT, address_reasons, check_arguments
 
 # flags that the fleet itself sets for its servers
 OWN = ("--host", "--port", "--uds")

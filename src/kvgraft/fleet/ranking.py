@@ -8,11 +8,11 @@ from typing import Any, Generic
 
 import numpy as np
 
+from kvgraft.core.cost_model import WORK
+from kvgraft.core.costs import TOKENS, Costs
+from kvgraft.core.fingerprints import Fingerprints
 from kvgraft.fleet.expected import BYTES_PER_TOKEN, Expected, expect
 from kvgraft.fleet.router_view import RouterView, Server
-from kvgraft.prefill.costs import TOKENS, Costs
-from kvgraft.reuse.cost import WORK
-from kvgraft.segments.fingerprints import Fingerprints
 
 # seconds after which a replica's last report no longer counts
 SILENCE = 30.0

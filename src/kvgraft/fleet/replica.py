@@ -18,6 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray.serve import get_deployment_handle, get_replica_context
 from yarl import URL
 
+from kvgraft.core.cost_model import WORK
+from kvgraft.core.costs import TOKENS, Costs
+from kvgraft.core.fingerprints import Fingerprints
 from kvgraft.fleet.broadcast import ask_all
 from kvgraft.fleet.environment_check import EnvironmentCheck
 from kvgraft.fleet.expected import BYTES_PER_TOKEN, expect
@@ -26,10 +29,7 @@ from kvgraft.fleet.ranking import HEARTBEAT, ReplicaReport
 from kvgraft.fleet.replica_contents import ReplicaContents
 from kvgraft.fleet.requests import FleetRequest, Head, ServerFailed, end_to_end
 from kvgraft.fleet.state_log import CHANGE_S, RESET, ReplayedState, StateLog, removes
-from kvgraft.prefill.costs import TOKENS, Costs
-from kvgraft.reuse.cost import WORK
-from kvgraft.segments.fingerprints import Fingerprints
-from kvgraft.vllm.server.process import KVGRAFT, running
+from kvgraft.server.process import KVGRAFT, running
 
 # factor on the earlier sums of the latency ratio with each new prompt
 DECAY = 0.9

@@ -4,8 +4,8 @@ from collections import OrderedDict
 
 import numpy as np
 
+from kvgraft.core.fingerprints import SPACING, Fingerprints
 from kvgraft.fleet.router_view import pack
-from kvgraft.segments.fingerprints import SPACING, Fingerprints
 
 
 class ReplicaContents:

@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvgraft.segments.fingerprints import Fingerprints
+from kvgraft.core.fingerprints import Fingerprints
+from kvgraft.server.body import parsed
 from kvgraft.vllm.options import KEY, PARAMS
-from kvgraft.vllm.server.body import parsed
 
 # limits on one request's texts; a request above them is routed by load, because fingerprinting it
 # would delay all others

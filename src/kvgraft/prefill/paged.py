@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvgraft.core.plan import Plan
 from kvgraft.kernels.dispatch import attention_mass
 from kvgraft.kernels.layout import joined
 from kvgraft.kernels.upload import upload
 from kvgraft.prefill.context import Hidden, PrefillContext, Reduction
-from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.stages import StageTimes
 
 # Token sets whose slots are cached. A policy uses few sets, in layer after layer.

@@ -8,9 +8,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from kvgraft.core.plan import Plan
 from kvgraft.methods import require_at_least, require_choice, require_share
 from kvgraft.prefill.context import Policy, PrefillContext, Reduction
-from kvgraft.prefill.plan import Plan
 
 Rows = Literal["all_fresh", "question"]
 Unit = Literal["token", "block"]

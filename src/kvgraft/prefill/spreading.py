@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from kvgraft.core.plan import Plan
 from kvgraft.kernels.memoised import memoised
-from kvgraft.prefill.plan import Plan
 
 AVERAGED = 8  # anchors on each side over which a change is averaged
 

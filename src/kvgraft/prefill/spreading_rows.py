@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvgraft.core.plan import Plan
 from kvgraft.kernels.changes import Turn, average_changes, copy_changed, kv_changes
 from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.upload import upload
 from kvgraft.kv.rope import Rope
-from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.spreading import Spreading
 
 

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from kvgraft.core.report import PrefillReport
+from kvgraft.core.reuse_index import wants_similar
 from kvgraft.methods import UnknownOption, require_choice, require_share
+from kvgraft.policies import parse_policy, with_options
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
-from kvgraft.prefill.policies import parse_policy, with_options
-from kvgraft.prefill.report import PrefillReport
-from kvgraft.reuse.index import wants_similar
 
 # field of requests and responses
 PARAMS = "kv_transfer_params"

@@ -7,14 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvgraft.core.costs import Costs
+from kvgraft.core.plan import Plan
 from kvgraft.kernels.layout import joined
 from kvgraft.kernels.memoised import memoised
 from kvgraft.kernels.upload import upload
 from kvgraft.kv.rope import Rope
 from kvgraft.prefill.context import Hidden, Reduction
-from kvgraft.prefill.costs import Costs, calibrate
+from kvgraft.prefill.cost_calibration import calibrate
 from kvgraft.prefill.paged import PagedPrefill
-from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.spreading import Spreading
 from kvgraft.prefill.spreading_rows import SpreadingRows
 from kvgraft.vllm.chunks import LayerOutput, PrefillChunk, halves

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from greenlet import getcurrent, greenlet
 
+from kvgraft.core.costs import Costs
+from kvgraft.core.plan import Plan
 from kvgraft.kv.cache import slots_of
 from kvgraft.kv.heads import HeadMap
 from kvgraft.prefill.context import Hidden, Policy
-from kvgraft.prefill.costs import Costs
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
-from kvgraft.prefill.plan import Plan
 from kvgraft.vllm.compat.adapters import Adapter
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.compat.ranks import all_succeeded

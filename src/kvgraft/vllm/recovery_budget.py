@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvgraft.prefill.costs import TOKENS, Costs, count_pairs
+from kvgraft.core.costs import TOKENS, Costs, count_pairs
 
 # minimum seconds of a step; costs may be zero, and recoveries must still end
 LEAST_S = 1e-9

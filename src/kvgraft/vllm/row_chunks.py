@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvgraft.core.plan import Plan
 from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kernels.memoised import memoised
 from kvgraft.kernels.upload import upload
-from kvgraft.prefill.plan import Plan
 from kvgraft.vllm.chunks import PrefillChunk, Run, cut, long_first, runs_of
 from kvgraft.vllm.compat.group_attention import LONG_RUN, GroupAttention, RowsMetadata
 from kvgraft.vllm.compat.model import ModelHost

@@ -6,10 +6,10 @@ This module imports neither vLLM nor PyTorch, so that wrong flags are refused at
 from dataclasses import dataclass
 from typing import Any
 
+from kvgraft.core import EXACTNESS_WEIGHT
+from kvgraft.core.costs import MEASURED
+from kvgraft.core.matches import MAX_DEPTH
 from kvgraft.methods import require_amount, require_at_least, require_share
-from kvgraft.prefill import MEASURED
-from kvgraft.reuse import EXACTNESS_WEIGHT
-from kvgraft.segments.matches import MAX_DEPTH
 from kvgraft.vllm.setting_schema import (
     anything,
     at_least,

@@ -6,12 +6,12 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from kvgraft.core.costs import MEASURED, Costs, find_costs
+from kvgraft.core.segmentation import Similarity, parse_match
 from kvgraft.guard.target import Target
-from kvgraft.prefill.costs import MEASURED, Costs, find_costs
-from kvgraft.prefill.policies import DEFAULT_POLICY, parse_policy
-from kvgraft.prefill.profile import PolicyProfile
-from kvgraft.segments.segmentation import Similarity, parse_match
-from kvgraft.segments.store import StoreOptions
+from kvgraft.policies import DEFAULT_POLICY, parse_policy
+from kvgraft.policies.profile import PolicyProfile
+from kvgraft.store import StoreOptions
 from kvgraft.vllm.options import RequestOptions
 from kvgraft.vllm.setting_fields import SHADOW, SettingFields
 from kvgraft.vllm.setting_schema import declaration

@@ -12,8 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvgraft.prefill.report import FALLBACKS, KINDS, MISSES, REFUSALS, Outcome
-from kvgraft.segments.store.events import EVENTS
+from kvgraft.core.report import FALLBACKS, KINDS, MISSES, REFUSALS, Outcome
+from kvgraft.store.events import EVENTS
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ import logging
 import numpy as np
 import torch
 
+from kvgraft.core.matches import Match
+from kvgraft.core.plan import Plan
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
-from kvgraft.prefill.plan import Plan
-from kvgraft.segments.matches import Match
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.prefill import VllmPrefill
 

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from kvgraft.evaluate.metrics import SCORES
-from kvgraft.evaluate.tasks import PATTERNS, Ask, Item, Shape, find_suites
-from kvgraft.evaluate.tasks.alike import make_alike
-from kvgraft.evaluate.tasks.alike_forms import FORMS, NAMES
+from kvgraft_lab.evaluate.metrics import SCORES
+from kvgraft_lab.evaluate.tasks import PATTERNS, Ask, Item, Shape, find_suites
+from kvgraft_lab.evaluate.tasks.alike import make_alike
+from kvgraft_lab.evaluate.tasks.alike_forms import FORMS, NAMES
 
 SHAPE = Shape(length=700, num_segments=4)
 NUMBER = re.compile(r"\b[1-9]\d\b")  # of the fact that is compared

@@ -6,10 +6,10 @@ from itertools import chain
 
 import pytest
 
-from kvgraft.evaluate.metrics import normalise
-from kvgraft.evaluate.tasks import PATTERNS, Ask, Item, Shape, find_suites
-from kvgraft.evaluate.tasks.docs import make_docs
-from kvgraft.evaluate.tasks.packages import docstrings, prose
+from kvgraft_lab.evaluate.metrics import normalise
+from kvgraft_lab.evaluate.tasks import PATTERNS, Ask, Item, Shape, find_suites
+from kvgraft_lab.evaluate.tasks.docs import make_docs
+from kvgraft_lab.evaluate.tasks.packages import docstrings, prose
 
 SHAPE = Shape(length=1200, num_segments=5)
 TASKS = ("cloze", "continuation")

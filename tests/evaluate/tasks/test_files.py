@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from kvgraft.evaluate.metrics import SCORES
-from kvgraft.evaluate.tasks import Shape, find_suites, load_suite
+from kvgraft_lab.evaluate.metrics import SCORES
+from kvgraft_lab.evaluate.tasks import Shape, find_suites, load_suite
 
 HAYSTACK = "\n".join(
     ["A special number is hidden here.", *(f"Line {n} says {n * 7}." for n in range(20))]

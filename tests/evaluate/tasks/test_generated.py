@@ -2,9 +2,9 @@ from collections import Counter
 
 import pytest
 
-from kvgraft.evaluate.tasks import GENERATED, PATTERNS, Item, Shape, find_suites
-from kvgraft.testbed import vocabulary
-from kvgraft.testbed.tasks import read
+from kvgraft_lab.evaluate.tasks import GENERATED, PATTERNS, Item, Shape, find_suites
+from kvgraft_lab.testbed import vocabulary
+from kvgraft_lab.testbed.tasks import read
 
 SHAPE = Shape(length=700, num_segments=5)
 ITEMS = {name: suite.items(7, len(PATTERNS), SHAPE) for name, suite in GENERATED.items()}

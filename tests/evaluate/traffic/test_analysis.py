@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.evaluate.traffic.analysis import CHUNKS, KVGRAFT, PREFIX_CACHING, Analysed, analyse
-from kvgraft.evaluate.traffic.chunks import FixedChunks
-from kvgraft.evaluate.traffic.origins import Origin, Stretches, TokenCounts
-from kvgraft.evaluate.traffic.replay import Replay, ReplaySettings
-from kvgraft.evaluate.traffic.seconds import prefill_seconds
-from kvgraft.evaluate.traffic.tables import by_depth, depth_limit
-from kvgraft.evaluate.traffic.trace import RequestTrace, TracedRequest
-from kvgraft.prefill.costs import Costs
-from kvgraft.reuse.cost import WORK
-from kvgraft.segments.segmentation import Similarity
+from kvgraft.core.cost_model import WORK
+from kvgraft.core.costs import Costs
+from kvgraft.core.segmentation import Similarity
+from kvgraft_lab.traffic.analysis import CHUNKS, KVGRAFT, PREFIX_CACHING, Analysed, analyse
+from kvgraft_lab.traffic.chunks import FixedChunks
+from kvgraft_lab.traffic.origins import Origin, Stretches, TokenCounts
+from kvgraft_lab.traffic.replay import Replay, ReplaySettings
+from kvgraft_lab.traffic.seconds import prefill_seconds
+from kvgraft_lab.traffic.tables import by_depth, depth_limit
+from kvgraft_lab.traffic.trace import RequestTrace, TracedRequest
 
 RNG = np.random.default_rng(0)
 DOCUMENTS = [RNG.integers(3, 40000, 608).astype(np.int32) for _ in range(4)]

@@ -8,14 +8,14 @@ import pytest
 from rich.console import Console
 
 from chromium import Page
-from kvgraft.evaluate.traffic.analysis import KVGRAFT, SIDES, Analysed, analyse
-from kvgraft.evaluate.traffic.origins import Origin
-from kvgraft.evaluate.traffic.page import render_page
-from kvgraft.evaluate.traffic.picture import draw
-from kvgraft.evaluate.traffic.replay import ReplaySettings
-from kvgraft.evaluate.traffic.tables import render
-from kvgraft.evaluate.traffic.trace import RequestTrace, TracedRequest
-from kvgraft.prefill.costs import Costs
+from kvgraft.core.costs import Costs
+from kvgraft_lab.traffic.analysis import KVGRAFT, SIDES, Analysed, analyse
+from kvgraft_lab.traffic.origins import Origin
+from kvgraft_lab.traffic.page import render_page
+from kvgraft_lab.traffic.picture import draw
+from kvgraft_lab.traffic.replay import ReplaySettings
+from kvgraft_lab.traffic.tables import render
+from kvgraft_lab.traffic.trace import RequestTrace, TracedRequest
 
 COSTS = Costs(pass_s=0.1, token_s=1e-2, pair_s=1e-6, copy_s=1e-4)
 EVIL = "</script><img src=x onerror=document.title='owned'>[red]"

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvgraft.engine.text import load_tokenizer
-from kvgraft.evaluate.traffic.tokens import WordPieces, open_tokens
-from kvgraft.evaluate.traffic.trace import RequestTrace, read_trace
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.testbed import MODEL_DIR
+from kvgraft_lab.traffic.tokens import WordPieces, open_tokens
+from kvgraft_lab.traffic.trace import RequestTrace, read_trace
 
 MESSAGES = [
     {"role": "system", "content": "be brief"},

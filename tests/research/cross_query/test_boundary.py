@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from kvgraft import Engine, Request, Result, SamplingParams
+from kvgraft.core.prompt import Part, Segment
+from kvgraft.core.segmentation import Similarity
 from kvgraft.guard.distances import kl_divergence
+from kvgraft.policies import Full, Naive, Similar, Transitive
 from kvgraft.prefill.context import Policy
-from kvgraft.prefill.policies import Full, Naive, Similar, Transitive
-from kvgraft.segments.prompt import Part, Segment
-from kvgraft.segments.segmentation import Similarity
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.testbed import MODEL_DIR
 from research.cross_query.boundary import EDGE, Seen, Truth, Watched
 from research.cross_query.proposals import Proposer
 

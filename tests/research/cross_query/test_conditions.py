@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from kvgraft.prefill.policies import Similar, parse_policy
-from kvgraft.segments.prompt import Segment
-from kvgraft.segments.segmentation import Similarity
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.core.prompt import Segment
+from kvgraft.core.segmentation import Similarity
+from kvgraft.policies import Similar, parse_policy
+from kvgraft_lab.testbed import MODEL_DIR
 from research.cross_query.asking import Agent, KnownText, sampling_of
 from research.cross_query.conditions import (
     ABLATIONS,

@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from kvgraft.segments.prompt import Part, Segment
-from kvgraft.testbed import tasks
-from kvgraft.testbed.vocabulary import VOCABULARY
+from kvgraft.core.prompt import Part, Segment
+from kvgraft_lab.testbed import tasks
+from kvgraft_lab.testbed.vocabulary import VOCABULARY
 from research.cross_query import SUITES, Episode, Variation, make_episodes
 from research.cross_query.episodes import NUM_TOOLS
 from research.cross_query.pages import edit, make_page

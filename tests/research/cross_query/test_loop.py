@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvgraft import Engine
+from kvgraft.core.prompt import Part
 from kvgraft.engine.request import Report, Result
-from kvgraft.segments.prompt import Part
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.testbed import MODEL_DIR
 from research import cross_query
 from research.cross_query import SUITES, Episode, Variation, ask_engine, make_episodes, run_episode
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvgraft.cli import run as command
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.testbed import MODEL_DIR
 from research.cross_query import Variation
 from research.cross_query.__main__ import app
 from research.cross_query.conditions import find_conditions
@@ -82,7 +82,7 @@ def test_commands(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
-        "kvgraft.segments.index.os.urandom", lambda count: b"d" * count
+        "kvgraft.core.block_index.os.urandom", lambda count: b"d" * count
     )  # what LSH proposes hangs on it
     out, common = (
         tmp_path / "out",

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from kvgraft.engine.config import load_config
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.testbed import MODEL_DIR
 from research.cross_query.divergence import DivergenceRow, MovedSegment
 from research.cross_query.figures import summarise
 from research.cross_query.hypotheses import (

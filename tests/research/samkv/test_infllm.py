@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvgraft import Engine, Request, SamplingParams
+from kvgraft.core.prompt import Part, Segment
+from kvgraft.policies import Condense
 from kvgraft.prefill.documents.context import DocumentContext, DocumentLayout
-from kvgraft.prefill.policies import Condense
-from kvgraft.segments.prompt import Part, Segment
 from models import VOCAB_SIZE
 from research.samkv.infllm import MultiInfLLM, mean_logits
 

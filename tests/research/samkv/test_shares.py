@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from kvgraft.evaluate.hosts import Answer
-from kvgraft.evaluate.runner import ROWS, EvalRow
+from kvgraft_lab.evaluate.hosts import Answer
+from kvgraft_lab.evaluate.runner import ROWS, EvalRow
 from research.samkv.shares import app
 
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from kvgraft import Engine, Request, SamplingParams
-from kvgraft.testbed import MODEL_DIR, tasks, vocabulary
+from kvgraft_lab.testbed import MODEL_DIR, tasks, vocabulary
 from research.redknot import by_head
 from research.testbed import curriculum, mimetic, trainer
 from research.testbed.batches import IDS, make_batch

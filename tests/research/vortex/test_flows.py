@@ -1,6 +1,6 @@
 """What `python -m research.vortex.flows` judges."""
 
-from kvgraft.decode.flows import parse_flow
+from kvgraft.flows import parse_flow
 from research.vortex.flows import NAMED, with_budgets
 
 

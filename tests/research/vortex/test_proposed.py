@@ -13,9 +13,9 @@ from every_flow import NAMED
 from kvgraft.decode.batch import Batch
 from kvgraft.decode.executor import fill, select
 from kvgraft.decode.flow import trace
-from kvgraft.decode.flows import FLOWS, parse_flow
 from kvgraft.decode.motifs import Scored
 from kvgraft.decode.planner import plan
+from kvgraft.flows import FLOWS, parse_flow
 from kvgraft.kernels.dispatch import radix_topk
 from research.vortex.proposed import PROPOSED
 

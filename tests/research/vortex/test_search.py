@@ -11,9 +11,9 @@ import pytest
 from every_flow import CHANNELS
 from kvgraft import Engine
 from kvgraft.decode.flow import trace
-from kvgraft.decode.flows import parse_flow
-from kvgraft.evaluate.flows import FlowStage
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.flows import parse_flow
+from kvgraft_lab.evaluate.flows import FlowStage
+from kvgraft_lab.testbed import MODEL_DIR
 from research.vortex import diversity
 from research.vortex import search as searching
 

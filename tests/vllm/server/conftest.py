@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests import their helpers by 
 
 from running import ADMIN, ALICE, BOB, RunningServer, running
 
-from kvgraft.testbed.documents import Facts, make_documents
+from kvgraft_lab.testbed.documents import Facts, make_documents
 
 CHAT = (
     "{% for message in messages %}<bos> {{ message['content'] }} {% endfor %}"

@@ -15,7 +15,7 @@ import httpx
 import warm
 from openai import OpenAI
 
-from kvgraft.vllm.server.process import reserved_port
+from kvgraft.server.process import reserved_port
 
 ALICE, BOB, ADMIN = "key-of-alice", "key-of-bob", "key-of-the-admin"
 START_S = 900.0  # some twenty, unless the machine is busy

@@ -12,10 +12,10 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from vllm.entrypoints.launchers.app import build_app
 
-from kvgraft.vllm.server.access import KEY_ROUTES, OPEN_ROUTES, Access, access
-from kvgraft.vllm.server.arguments import parse
-from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY
-from kvgraft.vllm.server.serve import PLUGINS
+from kvgraft.server.access import KEY_ROUTES, OPEN_ROUTES, Access, access
+from kvgraft.server.arguments import parse
+from kvgraft.server.keys import ADMIN_KEY, API_KEY
+from kvgraft.server.serve import PLUGINS
 
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 RUNS_THE_MODEL = {  # of the routes for tenants; each is driven in test_server.py

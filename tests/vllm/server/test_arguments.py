@@ -7,15 +7,15 @@ import pytest
 from gguf_files import known_model, make_gguf
 from kvgraft.engine.config import load_config
 from kvgraft.models import KNOWN, get_model
-from kvgraft.prefill.profile import POLICY_FILE, MeasuredPolicy, PolicyProfile
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.policies.profile import POLICY_FILE, MeasuredPolicy, PolicyProfile
+from kvgraft.server.arguments import KNOWN_KV_BYTES, parse
+from kvgraft.server.keys import ADMIN_KEY, API_KEY, RESPONSES_STORE, SINGLE_TENANT, Keys
+from kvgraft.server.serve import PLUGINS, allowed_plugins
+from kvgraft.server.server_state import ServerState
 from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE, WORKER_CLASS
 from kvgraft.vllm.options import RequestOptions
-from kvgraft.vllm.server.arguments import BUNDLED_NAMES, KNOWN_KV_BYTES, parse
-from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY, RESPONSES_STORE, SINGLE_TENANT, Keys
-from kvgraft.vllm.server.serve import PLUGINS, allowed_plugins
-from kvgraft.vllm.server.server_state import ServerState
 from kvgraft.vllm.settings import KVGraftSettings
+from kvgraft_lab.testbed import MODEL_DIR
 from models import link_model
 
 
@@ -28,7 +28,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch):
 def test_without_arguments_the_bundled_model_is_served_on_loopback_with_reuse():
     args = parse([])
     assert (args.model, args.host, args.block_size) == (str(MODEL_DIR), "127.0.0.1", 32)
-    assert args.served_model_name == BUNDLED_NAMES
+    assert args.served_model_name == ["bundled", str(MODEL_DIR)]
     assert args.enforce_eager
     # no page of another site may ask a server that asks for no key
     assert args.allowed_origins == []

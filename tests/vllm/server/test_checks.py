@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvgraft.segments.store.secret import CACHE_SECRET
-from kvgraft.testbed import MODEL_DIR
-from kvgraft.vllm.server.checks import check_arguments, help_text
+from kvgraft.server.checks import check_arguments, help_text
+from kvgraft.store.secret import CACHE_SECRET
+from kvgraft_lab.testbed import MODEL_DIR
 
 MOST_S = 5.0  # without other load; the machine of a test may be busy
 SLACK = 4.0

@@ -14,12 +14,12 @@ from running import ADMIN, RunningServer, running
 from test_pin_routes import PATH
 from test_server import complete, elsewhere
 
-from kvgraft.testbed import MODEL_DIR
+from kvgraft.server import serve
+from kvgraft.server.keys import ADMIN_KEY, API_KEY
+from kvgraft.server.serve import PLUGINS
 from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE, WORKER_CLASS
 from kvgraft.vllm.options import CONTROL_TOKEN
-from kvgraft.vllm.server import serve
-from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY
-from kvgraft.vllm.server.serve import PLUGINS
+from kvgraft_lab.testbed import MODEL_DIR
 
 SERVE = """
 import sys

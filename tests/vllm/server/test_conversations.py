@@ -16,8 +16,8 @@ from running import ADMIN, ALICE, BOB, RunningServer, running
 from test_store import wait_until_stored
 
 from kvgraft.engine.text import load_tokenizer
-from kvgraft.testbed import MODEL_DIR
-from kvgraft.vllm.server.pin_routes import PATH
+from kvgraft.server.pin_routes import PATH
+from kvgraft_lab.testbed import MODEL_DIR
 
 pytestmark = pytest.mark.slow
 BLOCK, LONGEST = 32, 2560  # tokens of a block, and of a request

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from kvgraft.fleet.figures import Figures, ReplicaFigures
-from kvgraft.vllm.server.metrics import EngineSilence, FirstTokens, GuardMetrics
+from kvgraft.server.metrics import EngineSilence, FirstTokens, GuardMetrics
 from kvgraft.vllm.stats import METRICS
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -16,17 +16,17 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 from kvgraft.guard.guard import Ticket
-from kvgraft.prefill.policies import parse_policy
+from kvgraft.policies import parse_policy
+from kvgraft.server.call import CURRENT, Call
+from kvgraft.server.engine_client import NOT_RESET, TenantEngineClient
+from kvgraft.server.keys import Keys
+from kvgraft.server.logprob_recorder import LogprobRecorder
+from kvgraft.server.request_log import RequestLog
+from kvgraft.server.sharing import SHARED, Grants, NotGranted
+from kvgraft.server.tenancy import Keyring, Principal, Salts, Tenant
 from kvgraft.vllm.compat.reports import HEADER, StoppedReports, send_ahead, stop_sending
 from kvgraft.vllm.namespace_grants import GRANTED, granted_salts
 from kvgraft.vllm.options import CONTROL_TOKEN, PARAMS, RequestOptions, ServedReport
-from kvgraft.vllm.server.call import CURRENT, Call
-from kvgraft.vllm.server.engine_client import NOT_RESET, TenantEngineClient
-from kvgraft.vllm.server.keys import Keys
-from kvgraft.vllm.server.logprob_recorder import LogprobRecorder
-from kvgraft.vllm.server.request_log import RequestLog
-from kvgraft.vllm.server.sharing import SHARED, Grants, NotGranted
-from kvgraft.vllm.server.tenancy import Keyring, Principal, Salts, Tenant
 
 ALICE = Tenant.of("alice")
 GRANTS = Grants(["wiki=alice", "law=*", "hidden=bob"], Keyring(Keys(("alice", "bob"), "admin")))

@@ -16,8 +16,8 @@ from test_pin_routes import LABELS
 from test_server import QUESTION, elsewhere
 
 from kvgraft.guard.distances import along_logprobs
-from kvgraft.testbed.documents import Facts, make_documents
-from kvgraft.testbed.tasks import read
+from kvgraft_lab.testbed.documents import Facts, make_documents
+from kvgraft_lab.testbed.tasks import read
 
 LENGTH = 6  # tokens of an answer
 SCORE_S = 60.0

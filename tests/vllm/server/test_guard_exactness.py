@@ -12,7 +12,7 @@ from test_conversations import WANT_EXACT, Conversation, check_that_nobody_else_
 from test_guard import LENGTH, complete, painted, scored, told
 
 from kvgraft.engine.text import load_tokenizer
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.testbed import MODEL_DIR
 
 pytestmark = pytest.mark.slow
 SERVE = ["-m", "kvgraft", "serve", "--api-key", ALICE, BOB, "--dtype", "float32"]

@@ -10,7 +10,7 @@ from running import RunningServer, running
 
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.engine.text import load_tokenizer
-from kvgraft.testbed import MODEL_DIR
+from kvgraft_lab.testbed import MODEL_DIR
 
 pytestmark = pytest.mark.slow
 EVERYTHING = {"policy": "spread", "recompute_share": 1.0}

@@ -13,13 +13,13 @@ import pytest
 from running import ALICE, BOB, RunningServer, running
 from test_server import QUESTION, complete
 
+from kvgraft.server import idle_refresher
+from kvgraft.server.arguments import parse
+from kvgraft.server.call import Call
+from kvgraft.server.idle_refresher import CHUNK, IdleRefresher
+from kvgraft.server.keys import API_KEY
+from kvgraft.server.server_state import ServerState
 from kvgraft.vllm.options import READ, REFRESH, Control
-from kvgraft.vllm.server import idle_refresher
-from kvgraft.vllm.server.arguments import parse
-from kvgraft.vllm.server.call import Call
-from kvgraft.vllm.server.idle_refresher import CHUNK, IdleRefresher
-from kvgraft.vllm.server.keys import API_KEY
-from kvgraft.vllm.server.server_state import ServerState
 
 TEXT = list(range(2 * CHUNK + 100))
 LIMIT_S = 120.0  # of a wait that never lasts as long unless something is wrong

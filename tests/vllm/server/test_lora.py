@@ -10,7 +10,7 @@ from engines import BLOCK, words
 from running import ADMIN, ALICE, BOB, RunningServer, running
 from test_guard import scored
 
-from kvgraft.vllm.server.tenancy import Tenant
+from kvgraft.server.tenancy import Tenant
 from models import make_adapter
 
 pytestmark = pytest.mark.slow

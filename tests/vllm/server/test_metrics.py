@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from kvgraft.prefill.report import Outcome
-from kvgraft.vllm.server.metrics import FIRST_TOKEN, FirstTokens, GuardMetrics
-from kvgraft.vllm.server.request_log import ABORTED, Entry, RequestLog
-from kvgraft.vllm.server.tenancy import LOCAL
+from kvgraft.core.report import Outcome
+from kvgraft.server.metrics import FIRST_TOKEN, FirstTokens, GuardMetrics
+from kvgraft.server.request_log import ABORTED, Entry, RequestLog
+from kvgraft.server.tenancy import LOCAL
 
 
 def value(name: str, **labels: Any) -> float | None:

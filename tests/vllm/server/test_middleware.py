@@ -11,15 +11,15 @@ from running import ADMIN, ALICE, BOB
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
-from kvgraft.prefill.policies import parse_policy
+from kvgraft.policies import parse_policy
+from kvgraft.server.body import MAX_BODY
+from kvgraft.server.call import CURRENT
+from kvgraft.server.engine_client import parse_params
+from kvgraft.server.keys import Keys
+from kvgraft.server.middleware import ServerMiddleware
+from kvgraft.server.sharing import Grants
+from kvgraft.server.tenancy import Keyring, Tenant
 from kvgraft.vllm.options import RequestOptions
-from kvgraft.vllm.server.body import MAX_BODY
-from kvgraft.vllm.server.call import CURRENT
-from kvgraft.vllm.server.engine_client import parse_params
-from kvgraft.vllm.server.keys import Keys
-from kvgraft.vllm.server.middleware import ServerMiddleware
-from kvgraft.vllm.server.sharing import Grants
-from kvgraft.vllm.server.tenancy import Keyring, Tenant
 
 KEYRING = Keyring(Keys((ALICE, BOB), ADMIN))
 GRANTS = Grants([f"wiki={ALICE}", f"law={BOB}"], KEYRING)

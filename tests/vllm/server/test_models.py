@@ -7,9 +7,9 @@ import pytest
 from running import running
 
 from gguf_files import make_gguf
+from kvgraft.core.prompt import render_chat
 from kvgraft.engine.text import load_tokenizer
 from kvgraft.models import get_model
-from kvgraft.segments.prompt import render_chat
 
 FLAGS = ["--dtype", "float32", "--num-gpu-blocks-override", "64", "--kvgraft-costs", "tokens"]
 MESSAGE = {"role": "user", "content": "where is the hen? " * 20}

@@ -8,8 +8,8 @@ import pytest
 from running import ADMIN, ALICE, BOB, RunningServer
 from test_server import BLOCK, complete, elsewhere
 
-from kvgraft.vllm.server.pin_routes import MAX_MESSAGES, MAX_TEXT, PATH
-from kvgraft.vllm.server.tenancy import Tenant
+from kvgraft.server.pin_routes import MAX_MESSAGES, MAX_TEXT, PATH
+from kvgraft.server.tenancy import Tenant
 
 LABELS = {key: Tenant.of(key).label for key in (ALICE, BOB)}
 

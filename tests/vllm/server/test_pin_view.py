@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from kvgraft.server import pins
+from kvgraft.server.pins import TenantPins
+from kvgraft.server.tenancy import Principal, Tenant
 from kvgraft.vllm.options import CONTROL_TOKEN, Control
-from kvgraft.vllm.server import pins
-from kvgraft.vllm.server.pins import TenantPins
-from kvgraft.vllm.server.tenancy import Principal, Tenant
 
 ALICE, BOB = Tenant.of("alice"), Tenant.of("bob")
 

@@ -1,9 +1,9 @@
 import pytest
 from vllm.outputs import RequestOutput
 
+from kvgraft.server.request_log import RECENT, Entry, RequestLog
+from kvgraft.server.tenancy import Principal, Tenant
 from kvgraft.vllm.options import ServedReport
-from kvgraft.vllm.server.request_log import RECENT, Entry, RequestLog
-from kvgraft.vllm.server.tenancy import Principal, Tenant
 
 ALICE, BOB, ADMIN = (Tenant.of(name) for name in ("alice", "bob", "admin"))
 GRAFTED = ServedReport(

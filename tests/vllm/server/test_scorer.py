@@ -9,12 +9,11 @@ import pytest
 from vllm.sampling_params import RequestOutputKind
 
 from kvgraft.guard.guard import ANSWER_TOKENS, Ticket
-from kvgraft.prefill.policies import parse_policy
-from kvgraft.vllm.options import KEY, TRIAL_OF
-from kvgraft.vllm.server.call import Call
-from kvgraft.vllm.server.logprob_recorder import LogprobRecorder
-from kvgraft.vllm.server.metrics import GuardMetrics
-from kvgraft.vllm.server.scorer import (
+from kvgraft.policies import parse_policy
+from kvgraft.server.call import Call
+from kvgraft.server.logprob_recorder import LogprobRecorder
+from kvgraft.server.metrics import GuardMetrics
+from kvgraft.server.scorer import (
     AT_ONCE,
     CHUNK,
     FLOOR_S,
@@ -23,6 +22,7 @@ from kvgraft.vllm.server.scorer import (
     AnswerSample,
     Scorer,
 )
+from kvgraft.vllm.options import KEY, TRIAL_OF
 
 TICKET = Ticket("spread", parse_policy("spread"), is_watched=True)
 PROMPT = list(range(2 * CHUNK + 100))

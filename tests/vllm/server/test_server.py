@@ -10,8 +10,8 @@ import pytest
 from openai import BadRequestError
 from running import ADMIN, ALICE, BOB, RunningServer
 
-from kvgraft.vllm.server.body import MAX_BODY
-from kvgraft.vllm.server.tenancy import Tenant
+from kvgraft.server.body import MAX_BODY
+from kvgraft.server.tenancy import Tenant
 
 BLOCK = 32  # tokens
 QUESTION = "question : code of lamp ? answer :"

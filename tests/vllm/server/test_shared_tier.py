@@ -10,7 +10,7 @@ import pytest
 from running import ALICE, BOB, RunningServer, running
 from test_store import events, moved, reused
 
-from kvgraft.segments.store.secret import CACHE_SECRET
+from kvgraft.store.secret import CACHE_SECRET
 from redis_server import RedisServer, needs_redis, redis_server
 
 pytestmark = [pytest.mark.slow, needs_redis]

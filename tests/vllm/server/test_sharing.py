@@ -9,13 +9,13 @@ import pytest
 from running import ADMIN, ALICE, BOB, RunningServer
 from test_server import QUESTION, ROUTES, complete, elsewhere, make_read, report_of, reused
 
+from kvgraft.server.arguments import parse
+from kvgraft.server.keys import ADMIN_KEY, API_KEY, Keys
+from kvgraft.server.pin_routes import PATH
+from kvgraft.server.server_state import ServerState
+from kvgraft.server.sharing import SHARED, Grants, NotGranted
+from kvgraft.server.tenancy import LOCAL, Keyring, Salts, Tenant
 from kvgraft.vllm.namespace_grants import GRANTED
-from kvgraft.vllm.server.arguments import parse
-from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY, Keys
-from kvgraft.vllm.server.pin_routes import PATH
-from kvgraft.vllm.server.server_state import ServerState
-from kvgraft.vllm.server.sharing import SHARED, Grants, NotGranted
-from kvgraft.vllm.server.tenancy import LOCAL, Keyring, Salts, Tenant
 
 LABELS = {key: Tenant.of(key).label for key in (ALICE, BOB)}
 KEYRING = Keyring(Keys((ALICE, BOB), ADMIN))

@@ -8,8 +8,8 @@ from running import ADMIN, ALICE, BOB
 from starlette.testclient import TestClient
 from test_access import application
 
-from kvgraft.vllm.server import status
-from kvgraft.vllm.server.keys import ADMIN_KEY, API_KEY
+from kvgraft.server import status
+from kvgraft.server.keys import ADMIN_KEY, API_KEY
 
 FIGURES = {
     "running": 1,

@@ -16,9 +16,9 @@ import pytest
 from running import ADMIN, ALICE, BOB, RunningServer, running
 
 from kvgraft.engine.text import load_tokenizer
-from kvgraft.segments.store import StoreDirectory
-from kvgraft.testbed import MODEL_DIR
-from kvgraft.vllm.server.tenancy import Tenant
+from kvgraft.server.tenancy import Tenant
+from kvgraft.store import StoreDirectory
+from kvgraft_lab.testbed import MODEL_DIR
 
 pytestmark = pytest.mark.slow
 BLOCKS = 128  # of 32 tokens in the pool: two texts of 2000 tokens fill it

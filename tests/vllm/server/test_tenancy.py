@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 from running import ADMIN, ALICE, BOB
 
-from kvgraft.segments.store import secret
+from kvgraft.server.keys import Keys, check_exposure
+from kvgraft.server.tenancy import LOCAL, Keyring, Principal, Salts, Tenant, shown_key
+from kvgraft.store import secret
 from kvgraft.vllm.options import namespace_label
-from kvgraft.vllm.server.keys import Keys, check_exposure
-from kvgraft.vllm.server.tenancy import LOCAL, Keyring, Principal, Salts, Tenant, shown_key
 
 KEYRING = Keyring(Keys((ALICE, BOB), ADMIN))
 

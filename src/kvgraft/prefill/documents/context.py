@@ -14,9 +14,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvgraft.core.plan import Plan
 from kvgraft.kv.documents import BlockCut, Document
 from kvgraft.prefill.context import Hidden, Reduction
-from kvgraft.prefill.plan import Plan
 
 OverHeads = Callable[[Tensor], Tensor]
 

@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvgraft.core.plan import Plan
 from kvgraft.kv.documents import BlockCut, Document, DocumentStore
 from kvgraft.prefill.context import Hidden
 from kvgraft.prefill.documents.context import DocumentLayout, Placed
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.partial import LayerHost, PartialPrefill
 from kvgraft.prefill.documents.reading import read_document
-from kvgraft.prefill.plan import Plan
 
 
 class Library:

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvgraft.core.plan import Plan
 from kvgraft.kernels.dispatch import segpaged_attention
 from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kv.heads import StreamLayout
@@ -20,7 +21,6 @@ from kvgraft.kv.importance import MOST_WEIGHTS
 from kvgraft.kv.rope import Rope, rotate
 from kvgraft.prefill.context import Hidden, Reduction
 from kvgraft.prefill.documents.context import DocumentContext, DocumentLayout, blend
-from kvgraft.prefill.plan import Plan
 from kvgraft.prefill.stages import StageTimes
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor | None]

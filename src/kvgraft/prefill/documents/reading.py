@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvgraft.core.plan import Plan
 from kvgraft.kv.documents import BlockCut, Document
 from kvgraft.kv.importance import by_block, exceptionally_small, received_attention
 from kvgraft.prefill.documents.context import DocumentLayout
 from kvgraft.prefill.documents.partial import LayerHost, PartialPrefill
-from kvgraft.prefill.plan import Plan
 
 MEMORY = torch.device("cpu")  # device of documents
 

@@ -4,8 +4,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from kvgraft.reuse.refresh import Allowance, Refresh, TextToRead
-from kvgraft.segments.pins import PinnedDocument, PinnedDocuments
+from kvgraft.core.pins import PinnedDocument, PinnedDocuments
+from kvgraft.core.refresh import Allowance, Refresh, TextToRead
 from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.reporting import Reporting
 from kvgraft.vllm.connector.request_state import RequestState

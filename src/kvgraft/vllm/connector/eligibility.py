@@ -7,8 +7,8 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
+from kvgraft.core.report import REFUSALS
 from kvgraft.prefill.documents.keeping import KeepsDocuments
-from kvgraft.prefill.report import REFUSALS
 from kvgraft.vllm.compat import salt_hashes
 from kvgraft.vllm.compat.adapters import Adapter, adapter_digest
 from kvgraft.vllm.compat.families import is_by_head, is_plain

@@ -9,8 +9,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvgraft.prefill.costs import TOKENS, Costs
-from kvgraft.segments.store import Chunk, ChunkRecord
+from kvgraft.core.costs import TOKENS, Costs
+from kvgraft.store import Chunk, ChunkRecord
 from kvgraft.vllm.recovery import Job, RecoveryResult
 
 # vLLM blocks per stored chunk

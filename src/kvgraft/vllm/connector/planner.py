@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from kvgraft.prefill.costs import TOKENS
-from kvgraft.prefill.plan import Plan
-from kvgraft.prefill.report import unknown_reason
-from kvgraft.reuse.cost import CostModel
-from kvgraft.reuse.index import ReuseIndex
-from kvgraft.reuse.readings import spans_of
-from kvgraft.segments.matches import Match
-from kvgraft.segments.pins import PinnedDocuments
+from kvgraft.core.cost_model import CostModel
+from kvgraft.core.costs import TOKENS
+from kvgraft.core.matches import Match
+from kvgraft.core.pins import PinnedDocuments
+from kvgraft.core.plan import Plan
+from kvgraft.core.readings import spans_of
+from kvgraft.core.report import unknown_reason
+from kvgraft.core.reuse_index import ReuseIndex
 from kvgraft.vllm.connector.request_state import Candidate, RequestState
 from kvgraft.vllm.groups import CacheGroups
 from kvgraft.vllm.options import Control, RequestOptions

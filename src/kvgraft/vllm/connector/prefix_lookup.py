@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from kvgraft.core.approximate_prefix import ApproximatePrefixCache, Continued
+from kvgraft.core.report import unknown_reason
+from kvgraft.core.retention import GraftedBlockRetention, is_copied
 from kvgraft.prefill.documents.keeping import KeepsDocuments
-from kvgraft.prefill.report import unknown_reason
-from kvgraft.reuse.approximate_prefix import ApproximatePrefixCache, Continued
-from kvgraft.reuse.retention import GraftedBlockRetention, is_copied
 from kvgraft.vllm.compat import nonce_hash, set_prompt
 from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.request_state import Candidate, RequestState

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 
-from kvgraft.prefill.costs import TOKENS
-from kvgraft.prefill.report import KINDS, Outcome
+from kvgraft.core.costs import TOKENS
+from kvgraft.core.report import KINDS, Outcome
 from kvgraft.vllm.compat.reports import may_stop_early, send_ahead, stop_sending
 from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.request_state import Candidate, RequestState

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from kvgraft.prefill.plan import Plan
-from kvgraft.reuse.approximate_prefix import Continued
-from kvgraft.reuse.provenance import NEVER, BlockProvenance
-from kvgraft.reuse.readings import Span
+from kvgraft.core.approximate_prefix import Continued
+from kvgraft.core.plan import Plan
+from kvgraft.core.provenance import NEVER, BlockProvenance
+from kvgraft.core.readings import Span
 from kvgraft.vllm.compat.adapters import Adapter
 from kvgraft.vllm.groups import Reserved
 from kvgraft.vllm.options import (

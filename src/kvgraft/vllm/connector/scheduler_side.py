@@ -22,11 +22,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from kvgraft.core.keys import scope_digest
+from kvgraft.core.provenance import NEVER, BlockProvenance
+from kvgraft.core.segmentation import ANCHORS
 from kvgraft.engine.text import anchor_ids
 from kvgraft.prefill.documents.keeping import KeepsDocuments
-from kvgraft.reuse.provenance import NEVER, BlockProvenance
-from kvgraft.segments.keys import scope_digest
-from kvgraft.segments.segmentation import ANCHORS
 from kvgraft.vllm.compat import before_prefix_lookup, hide_answer, on_cache_reset
 from kvgraft.vllm.compat.events import ExactEvents
 from kvgraft.vllm.compat.head_maps import find_head_map

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvgraft.reuse.restore import register_restored, wanted_exact, wanted_grafts
-from kvgraft.segments.store import ChunkIndex, ChunkRecord
+from kvgraft.core.restore import register_restored, wanted_exact, wanted_grafts
+from kvgraft.store import ChunkIndex, ChunkRecord
 from kvgraft.vllm.compat import nonce_hash
 from kvgraft.vllm.connector.metadata import CHUNK_BLOCKS, Keep, Load, StoreOrders, StoreReport
 from kvgraft.vllm.connector.planner import Planner

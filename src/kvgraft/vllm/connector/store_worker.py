@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvgraft.kv.cache import slots_of
-from kvgraft.segments.store import StoredBlock, StoreOptions
+from kvgraft.store import StoredBlock, StoreOptions
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.connector.metadata import CHUNK_BLOCKS, Keep, Load, StoreOrders, StoreReport
 

@@ -5,9 +5,9 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from kvgraft.core.costs import Costs
 from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.profiles import last_layers
-from kvgraft.prefill.costs import Costs
 from kvgraft.prefill.documents.library import Library
 from kvgraft.vllm.compat import set_known_prompt
 from kvgraft.vllm.compat.head_maps import find_head_map, map_of_rank

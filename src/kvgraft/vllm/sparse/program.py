@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from kvgraft.decode.flow import Program, trace
-from kvgraft.decode.flows import parse_flow
+from kvgraft.flows import parse_flow
 from kvgraft.vllm.compat import FLOW
 from kvgraft.vllm.compat.families import FLOWS, architecture_of
 from kvgraft.vllm.compat.support import UnsupportedConfiguration

@@ -1,0 +1,257 @@
+"""Calibration: choose a policy for a model and the user's texts on some prompts, then measure it on
+others.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isnan
+from pathlib import Path
+
+import numpy as np
+from msgspec.structs import replace
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvgraft.cli.progress import OnProgress
+from kvgraft.engine.engine import Engine
+from kvgraft.methods import require_at_least
+from kvgraft.policies.profile import Interval, MeasuredPolicy, PolicyProfile
+from kvgraft_lab.evaluate.heads import measure, text_samples
+from kvgraft_lab.evaluate.hosts import NativeHost
+from kvgraft_lab.evaluate.runner import EvalSettings, run
+from kvgraft_lab.evaluate.scoring import ORDER_NOISE
+from kvgraft_lab.evaluate.statistics import Estimate
+from kvgraft_lab.evaluate.summaries import Summary, summarise
+from kvgraft_lab.evaluate.tasks import GENERATED
+from kvgraft_lab.evaluate.tasks.alike import make_alike
+from kvgraft_lab.evaluate.tasks.items import QUESTIONS
+from kvgraft_lab.evaluate.tasks.own import make_own
+
+CANDIDATES = (
+    "naive",
+    "epic:start_tokens=8",
+    "cacheblend:recompute_share=0.05",
+    "prophet:recompute_share=0.05",
+    "sparsex:boundary_share=0.25",
+    "transitive:recompute_share=0.04",
+    "transitive:recompute_share=0.08",
+    "spread",
+    "spread:recompute_share=0.05",
+    "spread:recompute_share=0.1",
+)
+# share of full's floating-point operations; TTFT is then about 4 times shorter than full's
+BUDGET = 0.25
+# names of the evaluations' directories
+CHOOSING, ALIKE, CHECKING = "choosing", "alike", "checking"
+# tokens and segments of prompts about similar documents
+ALIKE_LENGTH, ALIKE_SEGMENTS = 512, 4
+# samples for the measurement of heads
+SAMPLES, SAMPLE_TOKENS, SINKS, WINDOW = 2, 1024, 4, 256
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """Settings of a calibration.
+
+    Attributes:
+        texts: texts by name.
+        described: a short description of the texts.
+        policies: candidates, without `full`.
+        items: prompts of each of the two evaluations; a multiple of 12 has each pattern of reuse
+            and kind of question equally often.
+        length: approximate tokens of a prompt.
+        segments: segments of known text in a prompt.
+        budget: maximum share of full's floating-point operations for the chosen policy, fresh
+            tokens included.
+        seed: seed of the prompts.
+    """
+
+    texts: Mapping[str, str]
+    described: str
+    policies: Sequence[str] = CANDIDATES
+    items: int = 12
+    length: int = 1536
+    segments: int = 5
+    budget: float = BUDGET
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least("items", self.items, 2)
+        if not 0 < self.budget <= 1:
+            raise ValueError(f"budget must be a share above 0, up to 1, got {self.budget}")
+        if "full" in self.policies:
+            raise ValueError("policies must be others than full, with which they are compared")
+
+    def evaluation(self, policies: Sequence[str], *, checks: bool) -> EvalSettings:
+        """Return the settings of the evaluation that chooses, or of the one that checks.
+
+        Both have every pattern of reuse. Only the second has order noise, because it takes as long
+        as all other work.
+        """
+        suite = make_own(self.texts, "test" if checks else "dev")
+        per_task = -(-self.items // len(suite.tasks))
+        return EvalSettings(
+            (suite,), ("full", *policies), (self.length,), self.segments, items=per_task,
+            seed=self.seed,
+            order_noise=checks,
+        )  # fmt: skip
+
+    def alike_evaluation(self, policies: Sequence[str], *, testbed: bool) -> EvalSettings:
+        """Return the settings of prompts with right answers about similar documents, each computed
+        alone.
+        """
+        suite = GENERATED["sheets"] if testbed else make_alike("dev")
+        suite = dataclasses.replace(suite, tasks=suite.tasks[: self.items])
+        items = -(-2 * self.items // (QUESTIONS * len(suite.tasks)))
+        return EvalSettings(
+            (suite,),
+            ("full", *policies),
+            (ALIKE_LENGTH,),
+            ALIKE_SEGMENTS,
+            ("alone",),
+            items,
+            self.seed,
+        )
+
+
+def calibrate(
+    engine: Engine,
+    settings: CalibrationSettings,
+    directory: Path,
+    on_progress: OnProgress | None = None,
+    *,
+    testbed: bool = False,
+) -> PolicyProfile:
+    """Try all policies, choose one, and measure it on other prompts. Results in the directory are
+    not computed again.
+
+    Args:
+        testbed: True for the bundled model, which reads no English.
+
+    Raises:
+        ValueError: the texts are too short, no policy is within the budget, or the directory holds
+            another calibration.
+    """
+    host, policies = NativeHost(engine), tuple(dict.fromkeys(settings.policies))
+    choosing = run(
+        settings.evaluation(policies, checks=False), host, directory / CHOOSING, on_progress
+    )
+    full, *others = summarise(choosing, "all")
+    asking = NativeHost(engine, distances=False)
+    alike = run(
+        settings.alike_evaluation(policies, testbed=testbed), asking, directory / ALIKE, on_progress
+    )
+    less = {one.policy: _difference(one) for one in summarise(alike, "all")}
+    tried = tuple(replace(_measured(one), alike=less[one.policy]) for one in others)
+    chosen = choose(tried, settings.budget)
+    checking = run(
+        settings.evaluation((chosen.policy,), checks=True), host, directory / CHECKING, on_progress
+    )
+    found = {one.policy: one for one in summarise(checking, "all")}
+    return PolicyProfile(
+        model=engine.config.identity,
+        policy=chosen.policy,
+        expected=replace(_measured(found[chosen.policy]), alike=chosen.alike),
+        order_noise=_interval(found[ORDER_NOISE].answer_kl),
+        texts=settings.described,
+        prompts=full.prompts,
+        tokens=settings.length,
+        tried=tried,
+        far_mass=_far_mass(engine, list(settings.texts.values())),
+    )
+
+
+def choose(tried: Sequence[MeasuredPolicy], budget: float) -> MeasuredPolicy:
+    """Return the policy within the budget that is nearest to full recomputation.
+
+    Policies with worse answers about similar documents are left out. If all have them, return the
+    one with the most right answers.
+
+    Raises:
+        ValueError: no policy is within the budget.
+    """
+    within = [one for one in tried if one.flops <= budget]
+    if not within:
+        least = min(tried, key=lambda one: one.flops)
+        raise ValueError(
+            f"no policy is within a budget of {budget:.1%}: {least.policy} takes {least.flops:.1%}"
+        )
+    if right := [one for one in within if not one.fails_alike]:
+        return min(right, key=lambda one: one.kl[0])
+    return max(within, key=lambda one: ((one.alike or (0.0,))[0], -one.kl[0]))
+
+
+LEGEND = (
+    "FLOPs: of full's; KL: full against policy, nats, along full's own answer; / noise: KL divided "
+    "by that of full "
+    "with the segments in another order; flips: places of that answer where the best token is "
+    "another; alike: "
+    "answers that are right where documents look alike, less full's"
+)
+
+
+def render(profile: PolicyProfile) -> RenderableType:
+    """Return a line for each policy, and the choice, for a rich console."""
+    unit = profile.order_noise[0]
+    title = f"{profile.prompts} prompts of about {profile.tokens} tokens: {profile.texts}"
+    table = Table(title=title, title_justify="left", pad_edge=False, collapse_padding=True)
+    table.add_column("policy", overflow="fold")
+    for name in ("FLOPs", "KL", "95 %", "/ noise", "flips", "alike", "95 %"):
+        table.add_column(name, justify="right", no_wrap=True)
+
+    for one in sorted(profile.tried, key=lambda one: one.flops):
+        value, low, high = one.kl
+        table.add_row(
+            f"[bold]{one.policy}[/bold]" if one.policy == profile.policy else one.policy,
+            f"{one.flops:.1%}", f"{value:.4f}", f"{low:.4f}-{high:.4f}",
+            f"{value / unit:.2f}" if unit else "-",
+            f"{one.flips[0]:.1%}", *_alike(one.alike),
+        )  # fmt: skip
+
+    return Group(
+        table,
+        Text(LEGEND, style="dim"),
+        Text(f"{profile}, on as many prompts that have chosen nothing"),
+    )
+
+
+def _alike(difference: Interval | None) -> tuple[str, str]:
+    if difference is None:
+        return "-", ""
+    value, low, high = difference
+    return f"{value:+.0%}", f"{low:+.0%} to {high:+.0%}"
+
+
+def _measured(summary: Summary) -> MeasuredPolicy:
+    return MeasuredPolicy(
+        summary.policy, summary.flops, _interval(summary.answer_kl), _interval(summary.flips)
+    )
+
+
+def _difference(summary: Summary) -> Interval:
+    """Return the score minus full's, with its interval; -1 to 1 for a single text."""
+    low, high = (
+        (-1.0, 1.0) if isnan(summary.beyond_low) else (summary.beyond_low, summary.beyond_high)
+    )
+    return round(summary.beyond_full, 6), round(low, 6), round(high, 6)
+
+
+def _interval(estimate: Estimate) -> Interval:
+    value, low, high = (
+        round(figure, 6) for figure in (estimate.value, estimate.low, estimate.high)
+    )
+    return value, low, high
+
+
+def _far_mass(engine: Engine, texts: Sequence[str]) -> tuple[tuple[float, ...], ...]:
+    """Return the attention outside sinks and window, [L][Hkv]; empty if the texts are too short."""
+    try:
+        samples = text_samples(engine, texts, count=SAMPLES, length=SAMPLE_TOKENS)
+    except ValueError:
+        return ()
+    found = np.mean(
+        [measure(engine.decoder, sample, SINKS, WINDOW)[1] for sample in samples], axis=0
+    )
+    return tuple(tuple(round(float(value), 3) for value in row) for row in found)

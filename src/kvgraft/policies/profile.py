@@ -1,0 +1,98 @@
+"""Policy profile of a model: the policy that `kvgraft calibrate` has chosen, stored as JSON with
+the weights."""
+
+from functools import cached_property
+from hashlib import sha256
+
+import msgspec
+
+from kvgraft.kv.profiles import ModelProfile
+from kvgraft.policies import parse_policy
+
+POLICY_FILE = "policy.json"  # in a model directory
+Interval = tuple[float, float, float]  # mean, and the ends of its 95 % interval
+
+
+class MeasuredPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Means over some prompts, along full recomputation's own answers
+    (`kvgraft.guard.distances.along`).
+
+    Attributes:
+        flops: floating-point operations of the prefill, as a share of full recomputation.
+        kl: KL(full || policy) in nats.
+        flips: share of positions where the most likely token differs.
+        alike: share of right answers about documents that look alike, minus that of full
+            recomputation, from -1 to 1; None if not measured.
+    """
+
+    policy: str
+    flops: float
+    kl: Interval
+    flips: Interval
+    alike: Interval | None = None
+
+    @property
+    def fails_alike(self) -> bool:
+        """Return whether it answers significantly worse than full recomputation about documents
+        that look alike."""
+        return self.alike is not None and self.alike[2] < 0
+
+
+class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=True):
+    """The policy that was chosen for a checkpoint, and its expected quality.
+
+    Attributes:
+        policy: `name:option=value,...`, for requests that name none.
+        expected: its distances from full recomputation on held-out prompts.
+        order_noise: distances of full recomputation from itself with the reused texts in other
+            orders, on the same prompts: the unit.
+        texts: origin of the texts in the prompts.
+        prompts: number of prompts that the choice was made on, of about `tokens` tokens each.
+        tried: every policy, on these prompts.
+        far_mass: [L][Hkv] share of each KV head's attention outside sinks and a window, a hint for
+            `profile-heads`; empty if the texts were too short.
+    """
+
+    policy: str
+    expected: MeasuredPolicy
+    order_noise: Interval
+    texts: str
+    prompts: int
+    tokens: int
+    tried: tuple[MeasuredPolicy, ...]
+    far_mass: tuple[tuple[float, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        parse_policy(self.policy)
+
+    @classmethod
+    def describe(cls) -> str:
+        return "policy profile"
+
+    @cached_property
+    def name(self) -> str:
+        """Name in reports: eight hexadecimal digits of its SHA-256."""
+        return sha256(msgspec.json.encode(self)).hexdigest()[:8]
+
+    def __str__(self) -> str:
+        noise = self.expected.kl[0] / self.order_noise[0] if self.order_noise[0] else float("nan")
+        return (
+            f"policy {self.policy} by profile {self.name} ({self.texts}): expected are "
+            f"{self.expected.flops:.0%} of "
+            f"the FLOPs, KL {self.expected.kl[0]:.4f} nats ({noise:.2f} of order noise), "
+            f"{self.expected.flips[0]:.1%} of the tokens others than full's{self._of_alike}"
+        )
+
+    @property
+    def _of_alike(self) -> str:
+        if self.expected.alike is None:
+            return ""
+        warning = (
+            " (a warning: no policy within the budget does better)"
+            if self.expected.fails_alike
+            else ""
+        )
+        return (
+            f", {self.expected.alike[0]:+.0%} right answers about documents that look "
+            f"alike{warning}"
+        )

@@ -1,0 +1,125 @@
+"""Pinned documents of all tenants, in the state that the engine last reported."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from kvgraft.server.engine_client import TenantEngineClient
+from kvgraft.server.errors import Refused
+from kvgraft.server.tenancy import Principal, Tenant
+from kvgraft.vllm.options import CONTROL_TOKEN, Control
+
+# key of a list of pins: tenant, namespace, adapter
+PinPlace = tuple[Tenant, str, str]
+PinFields = dict[str, Any]
+# prompt of operations other than `pin`: the engine ignores it, and a prompt needs a token
+NO_TEXT = [0]
+# age up to which an answer is shown again without asking the engine
+FRESH_FOR_S = 5.0
+
+
+class TenantPins:
+    """Operations on pinned documents, and the last known state of these documents.
+
+    Args:
+        guard: returns the gate to the engine, once the engine is connected.
+        quota: share of the pinned capacity that one tenant may use.
+    """
+
+    def __init__(self, guard: Callable[[], TenantEngineClient], quota: float) -> None:
+        self._engine_client, self.quota = guard, quota
+        # by name; only namespaces that have pinned documents
+        self._known: dict[PinPlace, dict[str, PinFields]] = {}
+        # monotonic time of the last complete list
+        self._asked_at: dict[PinPlace, float] = {}
+        self._refreshing = asyncio.Lock()
+
+    async def operate(
+        self,
+        tenant: Tenant,
+        namespace: str,
+        control: Control,
+        token_ids: list[int] | None = None,
+        lora_request: Any = None,
+    ) -> dict[str, Any]:
+        """Run an operation on pinned documents.
+
+        Args:
+            token_ids: the text to pin; None for other operations.
+            lora_request: the adapter with which the text is computed, or None.
+
+        Returns:
+            The engine's answer: all `pins`, or one `pin` and `num_pins`.
+
+        Raises:
+            Refused: the engine refused the operation, or does not use KVGraft's connector.
+        """
+        if not os.environ.get(CONTROL_TOKEN):
+            raise Refused(
+                503,
+                f"the engine trusts nobody: set {CONTROL_TOKEN} to a secret before the server "
+                "starts",
+            )
+
+        charged = replace(control, owner=tenant.label, quota=self.quota)
+        answer = await self._engine_client().control(
+            tenant, namespace, charged, token_ids or NO_TEXT, lora_request
+        )
+
+        if "error" in answer:
+            raise Refused(int(answer.get("status", 400)), str(answer["error"]))
+        if not answer.keys() & {"pins", "pin"}:
+            raise Refused(
+                503, "the engine runs without KVGraft: start the server with `kvgraft serve`"
+            )
+
+        self._note((tenant, namespace, control.adapter), control, answer)
+        return answer
+
+    async def view(self, principal: Principal) -> list[dict[str, Any]]:
+        """Return the pinned documents that this caller may see, at most FRESH_FOR_S old.
+
+        A tenant sees its own documents, the admin those of all tenants.
+        """
+        async with self._refreshing:
+            mine = [
+                place for place in self._known if principal.is_admin or place[0] == principal.tenant
+            ]
+            for place in mine:
+                asked_at = self._asked_at.get(place)
+                if asked_at is None or time.monotonic() - asked_at > FRESH_FOR_S:
+                    tenant, namespace, adapter = place
+                    await self.operate(tenant, namespace, Control("list", adapter=adapter))
+        return [
+            {**shown(*place), **segment}
+            for place in mine
+            for segment in self._known.get(place, {}).values()
+        ]
+
+    def _note(self, place: PinPlace, control: Control, answer: dict[str, Any]) -> None:
+        """Record what an answer says about a namespace."""
+        known = self._known.setdefault(place, {})
+        if "pins" in answer:
+            self._known[place] = known = {segment["name"]: segment for segment in answer["pins"]}
+            self._asked_at[place] = time.monotonic()
+        else:
+            known.pop(control.name, None)
+            if control.op == "pin":
+                known[control.name] = answer["pin"]
+            # the engine has removed other documents: list them again
+            if len(known) != answer["num_pins"]:
+                self._asked_at.pop(place, None)
+
+        if not answer.get("pins", answer.get("num_pins")):
+            self._known.pop(place, None)
+            self._asked_at.pop(place, None)
+
+
+def shown(tenant: Tenant, namespace: str, adapter: str) -> dict[str, str]:
+    """Return the fields that locate pinned documents in an answer; `model` only for an adapter."""
+    return {"tenant": tenant.label, "namespace": namespace} | (
+        {"model": adapter} if adapter else {}
+    )
