@@ -252,7 +252,7 @@ def test_a_question_asks_again_over_the_fresh_tokens_of_before(engine: Engine):
     torch.testing.assert_close(first, second)
 
 
-@pytest.mark.parametrize("policy", [SamKV(block_tokens=8), Condense()], ids=str)
+@pytest.mark.parametrize("policy", [SamKV(block_tokens=8, kept_share=0.15), Condense()], ids=str)
 def test_less_memory_is_held_than_by_full_prefill(engine: Engine, policy: KeepsDocuments):
     prompt = prompt_of([110] * 4, opening=0)
     expected = ask(engine, prompt, "full").report.kv_bytes

@@ -1,6 +1,7 @@
 """The equations of SamKV, and where blocks lie in a prompt, against small cases made by hand."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from kvgraft.kv.documents import BlockCut, Document
 from kvgraft.policies import Condense, SamKV
-from kvgraft.policies.samkv import match, personalise, retrieved_share
+from kvgraft.policies.samkv import _normed, match, personalise, retrieved_share
 from kvgraft.prefill.documents.context import DocumentLayout, Placed, blend
 
 BLOCKS = BlockCut(8, 1, 1)
@@ -126,11 +127,35 @@ def test_the_number_kept_follows_from_lengths(policy: type[SamKV] | type[Condens
     assert policy(kept_share=0.15, block_tokens=8).num_kept([100] * 8) == 8 * (
         8 + 8 + 4
     )  # what is always kept is more than that
-    assert policy(kept_share=1.0).num_kept([5, 700]) == 705
+    filtered = {"top_p": "off"} if policy is SamKV else {}
+    assert policy(kept_share=1.0, **filtered).num_kept([5, 700]) == 705
     without = {"selection": "off"} if policy is SamKV else {}
     assert (
         policy(kept_share=0.0, initial_blocks=0, local_blocks=0, **without).num_kept([5, 700]) == 0
     )
+
+
+def test_samkv_selects_as_many_tokens_as_a_document_has_on_average():
+    lengths = [512, 512, 1024]
+    anchors = 3 * (64 + 2 * 64)
+    assert SamKV().num_kept(lengths) == anchors + sum(lengths) // 3
+    assert SamKV().num_kept([700]) == 700
+    assert SamKV(kept_share=0.3).num_kept(lengths) == int(0.3 * sum(lengths))
+    assert SamKV(selection="off").num_kept(lengths) == anchors
+
+
+def test_scores_are_normalised_over_the_retrieved_blocks(layout: DocumentLayout):
+    """Blocks that were not retrieved change nothing of the others' scores."""
+    ctx = SimpleNamespace(layout=layout)
+    scores = torch.arange(7, dtype=torch.float32)[None].repeat(2, 1)
+    retrieved = torch.zeros(2, 7, dtype=torch.bool)
+    retrieved[0, 1:3], retrieved[1, 1] = True, True
+    normed = _normed(ctx, scores, retrieved)
+    assert torch.equal(normed[0, 1:3], torch.tensor([-1.0, 1.0]))
+    assert normed[1, 1] == 0
+    assert torch.isinf(normed[~retrieved]).all()
+    scores[:, [0, 3, 4, 5, 6]] = 99.0
+    assert torch.equal(_normed(ctx, scores, retrieved), normed)
 
 
 def test_cosines_are_of_all_heads_together():

@@ -33,6 +33,8 @@ class SamKV(KeepsDocuments):
 
     name: ClassVar[str] = "samkv"
 
+    # greatest share of the documents' tokens that is kept; the paper has no such limit (1.0)
+    kept_share: float = 1.0
     update: Update = "fusion"
     selection: Switch = "on"  # off: only initial and local blocks
     bias: Switch = "on"  # off: every document is scored by the generic query (no Eq. 1)
@@ -50,12 +52,13 @@ class SamKV(KeepsDocuments):
             )
 
     def num_kept(self, lengths: Sequence[int]) -> int:
-        """Number of kept tokens. Without selection these are the initial and local blocks."""
-        return (
-            super().num_kept(lengths)
-            if self.selection == "on"
-            else sum(map(self.blocks.num_anchors, lengths))
-        )
+        """Greatest number of kept tokens: the initial and local blocks, and as many selected tokens
+        as the documents have on average (section 3.2, the last paragraph)."""
+        anchors = sum(map(self.blocks.num_anchors, lengths))
+        if self.selection == "off" or not lengths:
+            return anchors
+        most = super().num_kept(lengths)
+        return min(most, anchors + sum(lengths) // len(lengths)) if self.top_p == "on" else most
 
     def choose(self, ctx: DocumentContext) -> Tensor:
         """Choose the kept tokens by sections 3.1 and 3.2."""
@@ -74,10 +77,9 @@ class SamKV(KeepsDocuments):
         if self.top_p == "on":
             retrieved = self._retrieve(ctx, scores)
             most = [int((layout.stops - layout.starts)[found].sum()) for found in retrieved]
-            filtered = sum(lengths) // len(lengths) if len(lengths) > 1 else sum(lengths)
-            num_tokens = min(num_tokens, filtered, *most)
+            num_tokens = min(num_tokens, *most)
 
-        normed = _normed(ctx, scores)
+        normed = _normed(ctx, scores, retrieved)
         for index in range(ctx.num_layers):
             ranking = normed[index].argsort(descending=True, stable=True)
             kept[index] |= layout.fill(ranking[retrieved[index][ranking]], num_tokens)
@@ -158,15 +160,15 @@ def retrieved_share(best: Tensor, anchor: Tensor, worst: Tensor) -> Tensor:
     return torch.where(inside, (best - anchor) / (best - worst), torch.zeros_like(best))
 
 
-def _normed(ctx: DocumentContext, scores: Tensor) -> Tensor:
-    """Scores [L, B] that are comparable between documents: mean 0 and deviation 1 over the middle
-    blocks of each."""
+def _normed(ctx: DocumentContext, scores: Tensor, retrieved: Tensor) -> Tensor:
+    """Scores [L, B] that are comparable between documents: mean 0 and deviation 1 over the
+    retrieved blocks of each, bool [L, B]; -inf elsewhere."""
     normed = torch.full_like(scores, float("-inf"))
     for number in range(len(ctx.layout.placed)):
-        mine = (ctx.layout.owner == number) & ctx.layout.is_middle
-        if mine.any():
-            own = scores[:, mine]
-            normed[:, mine] = (own - own.mean(1, keepdim=True)) / own.std(
-                1, unbiased=False, keepdim=True
-            ).clamp(1e-9)
+        mine = retrieved & (ctx.layout.owner == number)
+        count = mine.sum(1, keepdim=True).clamp(1)
+        own = torch.where(mine, scores, 0.0)
+        shifted = torch.where(mine, scores - own.sum(1, keepdim=True) / count, 0.0)
+        deviation = (shifted.square().sum(1, keepdim=True) / count).sqrt().clamp(1e-9)
+        normed = torch.where(mine, shifted / deviation, normed)
     return normed
