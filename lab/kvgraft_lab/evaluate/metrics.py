@@ -5,6 +5,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from rapidfuzz import fuzz
 from torch import Tensor
 
 from kvgraft_lab.evaluate.calls import match_calls
@@ -46,9 +47,23 @@ def f1(answer: str, expected: Sequence[str]) -> float:
     return max(_f1(normalise(answer).split(), normalise(text).split()) for text in expected)
 
 
+def line_match(answer: str, expected: Sequence[str]) -> float:
+    """Return 1 if the first line of the answer is an expected line of code, else 0. White space
+    does not count (RepoBench).
+    """
+    return float(_first_line(answer) in map(_first_line, expected))
+
+
+def edit_similarity(answer: str, expected: Sequence[str]) -> float:
+    """Return the greatest edit similarity, from 0 to 1, of the answer's first line with an expected
+    line of code (RepoBench, CrossCodeEval).
+    """
+    return max(fuzz.ratio(_first_line(answer), _first_line(text)) for text in expected) / 100
+
+
 SCORES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
     "contains_all": contains_all, "contains_any": contains_any, "f1": f1,
-    "exact_match": exact_match,
+    "exact_match": exact_match, "line_match": line_match, "edit_similarity": edit_similarity,
     "calls": match_calls,
 }  # fmt: skip
 
@@ -59,6 +74,12 @@ def kv_deviation(ours: Tensor, truth: Tensor) -> Tensor:
     """
     distance = (ours.float() - truth.float()).flatten(1).norm(dim=1)
     return distance / truth.float().flatten(1).norm(dim=1).clamp(min=1e-12)
+
+
+def _first_line(text: str) -> str:
+    """Return the first line that is not empty, without white space."""
+    lines = (line.strip() for line in text.splitlines())
+    return "".join(next(filter(None, lines), "").split())
 
 
 def _occurs(text: str, answer: str) -> bool:

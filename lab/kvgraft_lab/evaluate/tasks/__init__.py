@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Protocol
 
 from kvgraft_lab.evaluate.tasks.alike import make_alike
+from kvgraft_lab.evaluate.tasks.code import make_code
 from kvgraft_lab.evaluate.tasks.files import load_suite
 from kvgraft_lab.evaluate.tasks.generated import GENERATED
 from kvgraft_lab.evaluate.tasks.items import PATTERNS, Ask, Item, Pattern, Shape
 from kvgraft_lab.evaluate.tasks.texts import SPLITS, check_split
 
-DOCS, ALIKE = "docs", "alike"
+DOCS, ALIKE, CODE = "docs", "alike", "code"
 
 
 class TaskSuite(Protocol):
@@ -53,6 +54,8 @@ def find_suites(names: str, split: str = "all") -> tuple[TaskSuite, ...]:
             found.append(make_docs(split))
         elif name == ALIKE:
             found.append(make_alike(split))
+        elif name == CODE:
+            found.append(make_code(split))
         elif "/" in name or Path(name).suffix:
             found.append(load_suite(Path(name), split))
         else:
@@ -68,7 +71,7 @@ def find_suites(names: str, split: str = "all") -> tuple[TaskSuite, ...]:
 
 
 def _choices() -> str:
-    return f"all, {', '.join(GENERATED)}, {DOCS}, {ALIKE}, or give a file"
+    return f"all, {', '.join(GENERATED)}, {DOCS}, {ALIKE}, {CODE}, or give a file"
 
 
 __all__ = [

@@ -11,7 +11,7 @@ from itertools import cycle, islice
 from random import Random
 from typing import Literal, get_args
 
-Metric = Literal["contains_all", "contains_any", "f1", "calls"]
+Metric = Literal["contains_all", "contains_any", "f1", "calls", "line_match", "edit_similarity"]
 Pattern = Literal["alone", "reordered", "instruction", "interleaved", "between", "tail"]
 # docs/evaluation.md says what each pattern reads first
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
@@ -27,7 +27,8 @@ class Ask:
         task: kind of the question.
         segments: texts of the prompt in order; the last one is the question.
         answers: expected texts. All of them must be in the answer (`contains_all`), or one
-            (`contains_any`, `f1`); for `calls`, see `calls.match_calls`.
+            (`contains_any`, `f1`); for `calls`, see `calls.match_calls`; its first line must be one
+            (`line_match`) or near one (`edit_similarity`).
         max_tokens: length of the answer.
         metric: score of the answer.
         crosses: True if the needed facts are in more than one segment.
