@@ -1,4 +1,4 @@
-"""Commands about several servers behind one address: run them, simulate them."""
+"""Commands about several servers behind one address."""
 
 import os
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from kvgraft.cli.laboratory import require_laboratory
 from kvgraft.cli.options import app
 
 RUN = "run"
@@ -15,8 +16,11 @@ class _RunsModels(TyperGroup):
     """`kvgraft fleet MODEL` is `kvgraft fleet run MODEL`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        is_known = bool(args) and (args[0] in self.commands or args[0] == "--help")
-        return super().parse_args(ctx, args if is_known else [RUN, *args])
+        if args and (args[0] in self.commands or args[0] == "--help"):
+            return super().parse_args(ctx, args)
+        if args:
+            require_laboratory(f"fleet {args[0]}")
+        return super().parse_args(ctx, [RUN, *args])
 
 
 fleet_app = typer.Typer(

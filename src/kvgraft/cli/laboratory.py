@@ -1,41 +1,43 @@
 """Commands of the package kvgraft-lab, or what to install for them."""
 
 from importlib.metadata import entry_points
-from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-GROUP = "kvgraft.commands"
-INSTALL = "pip install ./lab in a checkout of KVGraft"
-# Commands that `kvgraft --help` lists without the package.
-COMMANDS = {
-    "demo": "RAG, chat and agents on a small model.",
-    "analyze": "What reuse would give to recorded traffic.",
-    "calibrate": "Which policy suits a model and your texts.",
-    "compare": "One prompt under several policies.",
-    "inspect": "One prompt as an HTML page.",
-    "eval": "Quality and speed of policies on task suites.",
-    "layers": "Which layer of a model finds a needle.",
-    "profile-heads": "Which KV heads of a model need the whole context.",
-    "profile-layers": "Which layers of a model agree on what is important.",
-    "profile-costs": "How long this machine takes to compute and to graft.",
-    "flow": "Sparse decode attention as programs.",
-}
+from kvgraft.models import LABORATORY
+
+COMMANDS = (
+    "demo", "analyze", "calibrate", "compare", "inspect", "eval", "layers", "profile-heads",
+    "profile-layers", "profile-costs", "flow", "fleet simulate",
+)  # fmt: skip
+
+
+class CommandGroup(TyperGroup):
+    """Commands of the product, then those of the laboratory."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:
+        """Return the names in the order of `kvgraft --help`."""
+        return sorted(super().list_commands(ctx), key=COMMANDS.__contains__)
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> typer.core.TyperCommand | None:
+        """Return a command, or None. Raise ValueError if it needs the laboratory."""
+        command = super().get_command(ctx, cmd_name)
+        if command is None:
+            require_laboratory(cmd_name)
+        return command
+
+
+def require_laboratory(command: str) -> None:
+    """Raise ValueError, with what to install, if a command that is missing is the laboratory's."""
+    if command in COMMANDS:
+        raise ValueError(f"`kvgraft {command}` is part of {LABORATORY}")
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Add the laboratory's commands; without the package, commands that say what to install."""
-    found = list(entry_points(group=GROUP))
+    """Add the laboratory's commands. Without the package, `kvgraft --help` names them."""
+    found = entry_points(group="kvgraft.commands")
     for entry in found:
         entry.load()
     if not found:
-        for name, purpose in COMMANDS.items():
-            _add_missing(app, name, purpose)
-
-
-def _add_missing(app: typer.Typer, name: str, purpose: str) -> None:
-    settings: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-    @app.command(name, help=f"{purpose} Needs kvgraft-lab.", context_settings=settings)
-    def missing() -> None:
-        raise ValueError(f"`kvgraft {name}` needs the package kvgraft-lab: {INSTALL}")
+        app.info.epilog = f"{', '.join(COMMANDS)} are part of {LABORATORY}"

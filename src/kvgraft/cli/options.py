@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from kvgraft import __version__
+from kvgraft.cli.laboratory import CommandGroup
 from kvgraft.models import find_model
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="kvgraft",
+    cls=CommandGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

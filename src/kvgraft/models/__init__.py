@@ -1,6 +1,6 @@
 """Models by name, downloaded or converted from GGUF files, in the user's cache directory."""
 
-from kvgraft.models.find import BUNDLED, bundled_model, find_model, is_name
+from kvgraft.models.find import BUNDLED, LABORATORY, bundled_model, find_model, is_name
 from kvgraft.models.get import get_model
 from kvgraft.models.known import KNOWN, KnownModel
 from kvgraft.models.named import NamedModel, named_models
@@ -8,6 +8,7 @@ from kvgraft.models.named import NamedModel, named_models
 __all__ = [
     "BUNDLED",
     "KNOWN",
+    "LABORATORY",
     "KnownModel",
     "NamedModel",
     "bundled_model",

@@ -8,12 +8,14 @@ from kvgraft.models.get import get_model
 from kvgraft.models.known import KNOWN
 from kvgraft.models.named import NAME, find_named, named_models
 
-# Name of the small model that comes with kvgraft-lab.
+# Name of the small model of kvgraft-lab.
 BUNDLED = "bundled"
+# Where users get what the product does not have; ends a sentence.
+LABORATORY = "the package kvgraft-lab: `pip install ./lab` in a checkout of KVGraft"
 
 
 def bundled_model() -> Path:
-    """Return the directory of the small model that comes with kvgraft-lab.
+    """Return the directory of the small model of kvgraft-lab.
 
     Raises:
         FileNotFoundError: kvgraft-lab is not installed.
@@ -21,8 +23,7 @@ def bundled_model() -> Path:
     lab = find_spec("kvgraft_lab")
     if lab is None or lab.origin is None:
         raise FileNotFoundError(
-            "the bundled model comes with the package kvgraft-lab: pip install ./lab in a checkout "
-            "of KVGraft, or name another model"
+            f"name a model; the bundled model, which is the default, is part of {LABORATORY}"
         )
     return Path(lab.origin).parent / "testbed" / "model"
 

