@@ -145,14 +145,19 @@ def test_the_image_is_built_from_what_docker_is_given():
     assert all((ROOT / name).exists() for name in given)
 
 
+def test_the_image_is_the_product_with_all_that_operators_use():
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert text.count("[serve,fleet,gguf]") == text.count("/wheels/kvgraft-*.whl") == 2
+    assert not re.search(r"kvgraft.lab|\blab\b", text)
+
+
 def test_the_image_serves_to_no_root_on_the_port_that_it_exposes_and_asks():
     last = {found.cmd: found for found in INSTRUCTIONS}
     assert last["USER"].value == ("10001:10001",)
     assert last["ENTRYPOINT"].value == ("kvgraft",)
-    command, *arguments = last["CMD"].value
-    assert command == "serve"
+    assert last["CMD"].value == ("--help",)
     [port] = last["EXPOSE"].value
-    assert _make_parser().parse_args(arguments).port == int(port)
+    assert _make_parser().parse_args(["/models/any"]).port == int(port)
     assert f":{port}/health" in last["HEALTHCHECK"].value[-1]
 
 
