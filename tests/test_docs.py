@@ -74,7 +74,7 @@ def test_the_readme_can_be_read_at_once():
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("docs/**/*.md")), ids=lambda path: path.name)
 def test_files_that_pages_name_exist(page: Path):
-    rooms = ("src", "research", "benchmarks", "tests", "scripts", "docs")
+    rooms = ("src", "lab", "research", "benchmarks", "tests", "scripts", "docs")
     files = [f"/{path.relative_to(ROOT)}" for room in rooms for path in (ROOT / room).rglob("*.py")]
     named = set(re.findall(r"[\w/]+\.py\b", page.read_text(encoding="utf-8"))) - EXAMPLES
     assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []

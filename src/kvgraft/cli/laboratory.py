@@ -1,6 +1,7 @@
 """Commands of the package kvgraft-lab, or what to install for them."""
 
 from importlib.metadata import entry_points
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
@@ -16,11 +17,11 @@ COMMANDS = (
 class CommandGroup(TyperGroup):
     """Commands of the product, then those of the laboratory."""
 
-    def list_commands(self, ctx: typer.Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         """Return the names in the order of `kvgraft --help`."""
         return sorted(super().list_commands(ctx), key=COMMANDS.__contains__)
 
-    def get_command(self, ctx: typer.Context, cmd_name: str) -> typer.core.TyperCommand | None:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command, or None. Raise ValueError if it needs the laboratory."""
         command = super().get_command(ctx, cmd_name)
         if command is None:
