@@ -114,7 +114,9 @@ def make_parser() -> ArgumentParser:
     add_flags(parser)
 
     group = parser.add_argument_group("Of vLLM", "These and all others: kvgraft serve --help=all")
-    group.add_argument("--model", help="Directory or name, as MODEL; the bundled one by default.")
+    group.add_argument(
+        "--model", help="Directory or name, as MODEL; default: bundled, of kvgraft-lab."
+    )
     group.add_argument("--host", default=HOST, help="Where the server listens.")
     group.add_argument("--port", type=int, default=PORT, help="And its port.")
     group.add_argument("--uds", help="Instead: path of a Unix socket.")
