@@ -26,7 +26,7 @@ def area_of(circle, scale):
 def short():
     pass
 '''
-DRAWING = '''
+DRAWING = """
 from pkg.shapes import Circle, area_of
 from .shapes import short
 from elsewhere import other
@@ -49,7 +49,7 @@ def draw(canvas, radius):
         canvas.area = area_of(circle, 7)
 
     return nested
-'''
+"""
 
 
 @pytest.fixture
@@ -99,9 +99,7 @@ def test_a_prompt_holds_the_definition_and_never_the_answer(task: str):
 
 
 def test_packages_are_in_one_split():
-    dev, test = (
-        {package.name for package in code.packages_of(split)} for split in ("dev", "test")
-    )
+    dev, test = ({package.name for package in code.packages_of(split)} for split in ("dev", "test"))
     assert dev
     assert test
     assert not dev & test
