@@ -557,3 +557,10 @@ def test_what_profile_costs_refuses_is_one_line_and_writes_nothing(
     assert message in error
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_kvgraft_alone_prints_its_help_and_no_error(capsys: pytest.CaptureFixture[str]):
+    assert run(app, []) == 2
+    printed = capsys.readouterr()
+    assert "Commands" in printed.out
+    assert printed.err == ""

@@ -43,8 +43,10 @@ def generated_texts(
         raise ValueError(f"texts must be at least 1, got {count}")
     found = {}
     for suite in find_suites(SUITES):
-        items = islice(suite.items(seed, count, Shape(length)), count)
-        texts = ("\n".join(item.phase_2[0].segments[:-1]) for item in items)
+        asked = (item.phase_2 for item in suite.items(seed, count, Shape(length)) if item.phase_2)
+        texts = ["\n".join(asks[0].segments[:-1]) for asks in islice(asked, count)]
+        if not texts:
+            raise ValueError(f"{suite.name} has no text of {length} tokens: choose more")
         found[suite.name] = [_check(engine.encode(text)[:length], block) for text in texts]
     return found
 

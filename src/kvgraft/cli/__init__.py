@@ -36,7 +36,8 @@ def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
         return 130
     except (ValueError, OSError, MemoryError, msgspec.MsgspecError, typer.TyperException) as error:
         text = error.format_message() if hasattr(error, "format_message") else str(error)
-        print(f"kvgraft: {' '.join(text.split())}", file=sys.stderr)
+        if text.strip():  # `kvgraft` alone has printed its help
+            print(f"kvgraft: {' '.join(text.split())}", file=sys.stderr)
         return 2
     return code if isinstance(code, int) else 0
 
