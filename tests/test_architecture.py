@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "kvgraft"
 LABORATORY = ROOT / "lab" / "kvgraft_lab"
 LAYERS = [  # each may import what stands before it, and itself
-    {"methods", "models"},
+    {"methods", "models", "setting_schema"},
     {"kernels", "kv"},
     {"core"},
     {"store", "prefill", "decode"},

@@ -367,9 +367,9 @@ def test_generate_finds_what_an_earlier_call_has_read(kvgraft: Kvgraft, tmp_path
         (["--store-gib", "2"], "--store-gib 2.0 is the size of --store: give that, too"),
         (
             ["--store", "x", "--store-gib", "-2"],
-            "disk_gib must be a number of at least 0, got -2.0",
+            "disk_gib must be a number above 0, got -2.0",
         ),
-        (["--store", "x", "--store-gib", "0"], "disk_gib 0.0 must be above 0"),
+        (["--store", "x", "--store-gib", "0"], "disk_gib must be a number above 0, got 0.0"),
     ],
 )
 def test_what_generate_refuses_of_a_store(

@@ -2,7 +2,7 @@
 pages name exist."""
 
 import re
-from dataclasses import Field, fields
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,10 +10,11 @@ import pytest
 from kvgraft.core.report import REASONS
 from kvgraft.policies import POLICIES
 from kvgraft.server.flags import flag_of
+from kvgraft.setting_schema import declarations
+from kvgraft.store import StoreOptions
 from kvgraft.store.shared import SharedTier
 from kvgraft.store.store import SegmentStore
-from kvgraft.vllm.setting_fields import SettingFields
-from kvgraft.vllm.setting_schema import declaration
+from kvgraft.vllm.setting_fields import STORE, SettingFields
 from kvgraft.vllm.stats import METRICS
 
 ROOT = Path(__file__).parent.parent
@@ -33,10 +34,15 @@ def test_every_policy_is_documented_with_its_options(policy: type):
     assert not missing
 
 
-@pytest.mark.parametrize("field", fields(SettingFields), ids=lambda field: field.name)
-def test_every_setting_has_the_row_that_it_declares(field: Field):
-    row = declaration(field).row(flag_of(field.name))
+@pytest.mark.parametrize("name", declarations(SettingFields))
+def test_every_setting_has_the_row_that_it_declares(name: str):
+    names = [flag_of(name), *([STORE[name]] if name in STORE else [])]
+    row = declarations(SettingFields)[name].row(", ".join(f"`{one}`" for one in names))
     assert row in page("serving.md").splitlines() + page("store.md").splitlines()
+
+
+def test_the_options_of_a_store_are_settings_of_a_server():
+    assert set(STORE.values()) == declarations(StoreOptions).keys()
 
 
 @pytest.mark.parametrize("metric", METRICS)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
+from kvgraft.setting_schema import AMOUNT, SHARE, at_least, one_of
+
 Option = int | float | str | tuple[int, ...]
 
 
@@ -82,32 +84,22 @@ def _value(text: str) -> Option:
 
 def require_share(name: str, value: float) -> None:
     """Raise ValueError unless 0 <= value <= 1."""
-    if not _is_number(value) or not 0.0 <= value <= 1.0:
-        raise ValueError(f"{name} must be a share from 0 to 1, got {value!r}")
+    SHARE.check(name, value)
 
 
 def require_at_least(name: str, value: int, least: int) -> None:
     """Raise ValueError unless value is an integer of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    at_least(least).check(name, value)
 
 
 def require_amount(name: str, value: float) -> None:
     """Raise ValueError unless value is a finite number of at least 0."""
-    if not _is_number(value) or not 0.0 <= value < math.inf:
-        raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
-
-
-def require_flag(name: str, value: bool) -> None:
-    """Raise ValueError unless value is True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
+    AMOUNT.check(name, value)
 
 
 def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise ValueError unless value is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    one_of(*choices).check(name, value)
 
 
 def require_layers(method: Any, option: str) -> None:
@@ -123,7 +115,3 @@ def count_layers(count: int | None, share: float, num_layers: int) -> int:
     up.
     """
     return math.ceil(share * num_layers - 1e-9) if count is None else min(count, num_layers)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -382,5 +382,5 @@ def test_graphs_go_with_what_they_read(model: Path):
 
 
 def test_the_option_is_checked(model: Path):
-    with pytest.raises(ValueError, match="enforce_eager must be True or False, got 'yes'"):
+    with pytest.raises(ValueError, match="enforce_eager must be true or false, got 'yes'"):
         Engine(model, enforce_eager="yes")  # type: ignore[arg-type]

@@ -59,10 +59,10 @@ def test_what_is_given_is_taken():
         ({"document_gib": "much"}, "document_gib must be a number of at least 0, got 'much'"),
         ({"document_gib": True}, "document_gib must be a number of at least 0, got True"),
         ({"store_shared": "nowhere"}, "shared tier 'nowhere': no URL: give redis://HOST:6379/0"),
-        ({"store_shared_timeout": 0}, "shared_timeout_s must be above 0 seconds, got 0"),
+        ({"store_shared_timeout": 0}, "store_shared_timeout must be a number above 0, got 0"),
         (
             {"store_shared_timeout": "soon"},
-            "shared_timeout_s must be a number of at least 0, got 'soon'",
+            "store_shared_timeout must be a number above 0, got 'soon'",
         ),
         ({"store_shared_gib": 4}, "shared_gib 4 is the size of shared_url: give that, too"),
         ({"continuation": 1}, "continuation must be true or false, got 1"),

@@ -21,9 +21,11 @@ from kvgraft.cli.options import (
     progress_console,
 )
 from kvgraft.cli.progress import progress_bar
+from kvgraft.core.options import StoreFields
 from kvgraft.core.prompt import mark, parse_markers, render_chat
 from kvgraft.models import BUNDLED
 from kvgraft.prefill import DEFAULT_POLICY
+from kvgraft.setting_schema import declarations
 
 if TYPE_CHECKING:
     from kvgraft.engine.engine import Engine
@@ -75,7 +77,11 @@ def generate(
         Path | None, typer.Option(help="Directory where later calls find what this one reads.")
     ] = None,
     store_gib: Annotated[
-        float | None, typer.Option(help="Size of it at most.", show_default="16")
+        float | None,
+        typer.Option(
+            help="Size of it at most, GiB.",
+            show_default=declarations(StoreFields)["disk_gib"].shown,
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -143,10 +149,10 @@ def _store_options(directory: Path | None, size_gib: float | None) -> "StoreOpti
 
     if directory is None and size_gib is not None:
         raise ValueError(f"--store-gib {size_gib} is the size of --store: give that, too")
+    if directory is None:
+        return None
     return (
-        None
-        if directory is None
-        else StoreOptions(directory, disk_gib=16.0 if size_gib is None else size_gib)
+        StoreOptions(directory) if size_gib is None else StoreOptions(directory, disk_gib=size_gib)
     )
 
 

@@ -41,12 +41,13 @@ from kvgraft.engine.store_tier import StoreTier
 from kvgraft.engine.text import IncrementalText, anchor_ids, load_tokenizer
 from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.heads import HeadMap
-from kvgraft.methods import require_amount, require_at_least, require_flag
+from kvgraft.methods import require_amount, require_at_least
 from kvgraft.models import find_model
 from kvgraft.policies import parse_policy
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
+from kvgraft.setting_schema import SWITCH
 from kvgraft.store import SegmentStore, StoreOptions
 
 MAKE_SIMILAR = "make the engine with match='similar'"
@@ -445,7 +446,7 @@ def _check_options(
     require_at_least("max_prefill_tokens", max_prefill_tokens, 1)
     require_at_least("max_depth", max_depth, 0)
     require_amount("document_gib", document_gib)
-    require_flag("enforce_eager", enforce_eager)
+    SWITCH.check("enforce_eager", enforce_eager)
 
 
 def _length(given: int | None, most: int) -> int:

@@ -1,11 +1,10 @@
 """KVGraft's flags of `kvgraft serve`, in addition to vLLM's. This module does not import vLLM."""
 
-from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
-from dataclasses import Field, fields
+from argparse import ArgumentParser, ArgumentTypeError
 from typing import Any
 
+from kvgraft.setting_schema import declarations
 from kvgraft.vllm.setting_fields import SettingFields
-from kvgraft.vllm.setting_schema import declaration
 
 # of the attributes that hold KVGraft's flags after parsing
 PREFIX = "kvgraft_"
@@ -24,8 +23,8 @@ def add_flags(parser: ArgumentParser) -> None:
         help="Load nothing: check the configuration, print what will be used, and end.",
     )
     group.add_argument("--json", action="store_true", help="With --check: print it as JSON.")
-    for each in fields(SettingFields):
-        _add_setting(group, each)
+    for name, declared in declarations(SettingFields).items():
+        declared.add_flag(group, flag_of(name))
     group.add_argument(
         "--kvgraft-head-paging",
         action="store_true",
@@ -66,18 +65,6 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds < float("inf"):
         raise ArgumentTypeError(f"must be a number of seconds, at least 0, got {text}")
     return seconds
-
-
-def _add_setting(group: Any, setting: Field) -> None:
-    """Add the flag of a setting; one that is on by default can also be negated."""
-    declared = declaration(setting)
-    flag, text = flag_of(setting.name), declared.help.replace("%", "%%")
-    if declared.parse is None:
-        action = BooleanOptionalAction if setting.default else "store_true"
-        group.add_argument(flag, action=action, default=None, help=text)
-    else:
-        nargs = "+" if declared.is_list else None
-        group.add_argument(flag, type=declared.parse, nargs=nargs, help=text)
 
 
 def flag_of(name: str) -> str:

@@ -5,8 +5,9 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvgraft.core.options import StoreFields
 from kvgraft.core.segmentation import Similarity
-from kvgraft.methods import require_amount, require_share
+from kvgraft.setting_schema import check_declared
 from kvgraft.store.backends import check_url, is_server, local_directory, without_password
 from kvgraft.store.files import check_private_directory
 from kvgraft.store.secret import CACHE_SECRET, check_secret, find_secret, given_secret
@@ -17,22 +18,10 @@ SHARED_GIB = 64.0  # default size of a shared directory
 
 
 @dataclass(frozen=True)
-class StoreOptions:
-    """A segment store that is not opened yet.
+class StoreOptions(StoreFields):
+    """A segment store that is not opened yet; `StoreFields` declares its options.
 
     Attributes:
-        directory: directory of the tier on disk, which outlasts the process; None: no such tier.
-        ram_gib: size of the tier in host memory, in GiB.
-        disk_gib: size of the tier on disk, in GiB.
-        quota: share of each tier that one namespace may take. In any case the namespace that holds
-            most is evicted first.
-        int8: store keys and values as int8, in a quarter to a half of the bytes. They can be
-            grafted, but are no exact prefix blocks.
-        shared_url: URL of a place that machines share, a Redis or Valkey server or a directory
-            (`open_backend`); None: no such tier. Servers that share a place need the same secret:
-            that of `KVGRAFT_CACHE_SECRET`, or of the directory.
-        shared_timeout_s: seconds that a prompt waits for that place.
-        shared_gib: size of a shared directory in GiB; None: 64. A server limits itself.
         rank: number of this rank, if there are several. Each has its own part of the directory and
             of the shared place. None: there is one.
 
@@ -40,25 +29,16 @@ class StoreOptions:
         ValueError: an option is outside its range, or a shared place has no secret.
     """
 
-    directory: Path | str | None = None
-    ram_gib: float = 1.0
-    disk_gib: float = 16.0
-    quota: float = 1.0
-    int8: bool = False
-    shared_url: str | None = None
-    shared_timeout_s: float = 0.5
-    shared_gib: float | None = None
     rank: int | None = None
 
     def __post_init__(self) -> None:
-        require_amount("ram_gib", self.ram_gib)
-        require_amount("disk_gib", self.disk_gib)
-        require_share("quota", self.quota)
-        if not self.quota or (self.directory is not None and not self.disk_gib):
-            raise ValueError(f"quota {self.quota} and disk_gib {self.disk_gib} must be above 0")
-        if not isinstance(self.int8, bool):
-            raise ValueError(f"int8 must be true or false, got {self.int8!r}")
-        self._check_shared()
+        check_declared(self)
+        if self.shared_url is not None:
+            self._check_shared(self.shared_url)
+        elif self.shared_gib is not None:
+            raise ValueError(
+                f"shared_gib {self.shared_gib} is the size of shared_url: give that, too"
+            )
 
     @property
     def shared_place(self) -> str | None:
@@ -127,30 +107,13 @@ class StoreOptions:
             opened.pop_all()
             return store
 
-    def _check_shared(self) -> None:
-        require_amount("shared_timeout_s", self.shared_timeout_s)
-        if not self.shared_timeout_s:
+    def _check_shared(self, url: str) -> None:
+        """Raise ValueError if the shared tier cannot be used, before it is opened."""
+        check_url(url)
+        if self.shared_gib is not None and is_server(url):
             raise ValueError(
-                f"shared_timeout_s must be above 0 seconds, got {self.shared_timeout_s}"
+                f"shared_gib {self.shared_gib} is for a directory: a server's maxmemory bounds it"
             )
-        if self.shared_url is None:
-            if self.shared_gib is not None:
-                raise ValueError(
-                    f"shared_gib {self.shared_gib} is the size of shared_url: give that, too"
-                )
-            return
-        if not isinstance(self.shared_url, str):
-            raise ValueError(f"shared_url must be a URL, got {self.shared_url!r}")
-
-        check_url(self.shared_url)
-        if self.shared_gib is not None:
-            require_amount("shared_gib", self.shared_gib)
-            if is_server(self.shared_url) or not self.shared_gib:
-                raise ValueError(
-                    f"shared_gib {self.shared_gib}: above 0, and of a directory only: a server's "
-                    "maxmemory bounds it"
-                )
-
         if given_secret() is None and self.directory is None:
             raise ValueError(
                 "a shared tier needs a secret, by which servers know their own data and each "

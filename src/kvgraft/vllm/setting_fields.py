@@ -3,24 +3,24 @@
 This module imports neither vLLM nor PyTorch, so that wrong flags are refused at once.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from kvgraft.core import EXACTNESS_WEIGHT
 from kvgraft.core.costs import MEASURED
 from kvgraft.core.matches import MAX_DEPTH
-from kvgraft.methods import require_amount, require_at_least, require_share
-from kvgraft.vllm.setting_schema import (
-    anything,
+from kvgraft.core.options import StoreFields
+from kvgraft.setting_schema import (
+    AMOUNT,
+    POSITIVE_SHARE,
+    SHARE,
+    SWITCH,
+    TEXT,
+    ValueType,
     at_least,
-    is_bool,
-    is_path,
-    is_positive_share,
-    is_share_or_none,
-    is_text,
+    list_of,
     one_of,
+    same_as,
     setting,
-    several_of,
 )
 
 MODES = ("live", "shadow")
@@ -28,20 +28,20 @@ SHADOW = "shadow"
 TOOLS, JSON = "tools", "json"
 # kinds of requests, see `exact_for`
 KINDS = (TOOLS, JSON)
+# fields of `StoreOptions`, by the settings that give them
+STORE = {
+    "store_dir": "directory",
+    "store_ram_gib": "ram_gib",
+    "store_disk_gib": "disk_gib",
+    "store_quota": "quota",
+    "store_int8": "int8",
+    "store_shared": "shared_url",
+    "store_shared_timeout": "shared_timeout_s",
+    "store_shared_gib": "shared_gib",
+}
 
-
-def is_layers(name: str, value: Any) -> None:
-    """Raise ValueError unless the value is a list of layers."""
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"{name} must be a list of layers, got {value!r}")
-    for layer in value:
-        require_at_least(name, layer, 0)
-
-
-def is_costs(name: str, value: Any) -> None:
-    """Raise ValueError unless the value is a string."""
-    if not isinstance(value, str):
-        raise ValueError(f"{name} must be {MEASURED}, tokens or a file, got {value!r}")
+LAYERS = list_of(at_least(0), "a list of layers")
+COSTS = ValueType("measured, tokens or a file", lambda value: isinstance(value, str))
 
 
 def listed(text: str) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ class SettingFields:
         "sets the [policy](policies.md) of requests that name none: `naive`, "
         "`sparsex:boundary_layers=2,recompute_share=0.2`, ...",
         "another one is better on your texts",
-        is_text,
+        TEXT,
         shown="`spread`",
     )
     profile: str | None = setting(
@@ -69,7 +69,7 @@ class SettingFields:
         "takes the policy from a file that [`kvgraft calibrate`](calibration.md) wrote. A profile "
         "of another checkpoint is refused",
         "it is elsewhere",
-        is_text,
+        TEXT,
         shown="`policy.json` in the model directory, if no policy is given",
     )
     head_map: str | None = setting(
@@ -77,7 +77,7 @@ class SettingFields:
         "names the head map of `kvgraft profile-heads`, for [`redknot`](#redknot) and for head "
         "paging",
         "it is elsewhere",
-        is_text,
+        TEXT,
         shown="`heads.json` in the model directory, if it fits",
     )
     match: str | None = setting(
@@ -85,7 +85,7 @@ class SettingFields:
         "`exact`: reuse identical text only. `similar` or `similar:tau=0.5,...`: also find edited "
         "text ([near-duplicates](policies.md#near-duplicates))",
         "documents are edited between requests",
-        is_text,
+        TEXT,
         shown="the policy's: `exact`, but `similar` for `similar`",
     )
     residual_layers: tuple[int, ...] = setting(
@@ -93,9 +93,7 @@ class SettingFields:
         "keeps the residual stream of these layers (`3 5`), for requests with the policy "
         "`similar`. Eager mode only",
         "requests name another policy",
-        is_layers,
-        parse=int,
-        is_list=True,
+        LAYERS,
         shown="the layers that the server's policy needs",
     )
     continuation: bool = setting(
@@ -104,8 +102,7 @@ class SettingFields:
         "included. Nothing is copied; what the new question needs is recovered in place "
         "([conversations](results/conversations.md)). `--no-kvgraft-continuation`: off",
         "later turns must not follow approximate KV",
-        is_bool,
-        parse=None,
+        SWITCH,
         shown="on",
     )
     max_depth: int = setting(
@@ -114,7 +111,6 @@ class SettingFields:
         "of exact KV. Deeper text is computed again and reported as `too_deep_tokens`",
         "you want KV close to exact; long sessions cost more ([figures](results/endless.md))",
         at_least(0),
-        parse=int,
         shown="no limit",
     )
     require_clean_context: bool = setting(
@@ -122,102 +118,45 @@ class SettingFields:
         "grafts only text that stood at the beginning of its prompt, so its KV holds no other "
         "text. Pinned text qualifies",
         "users of one API key do not trust each other",
-        is_bool,
-        parse=None,
+        SWITCH,
         shown="off",
     )
     watermark: float = setting(
         0.9,
         "sets the share of used blocks above which a tenant that needs room unpins its own blocks",
         "pinned blocks must give way earlier or later",
-        is_positive_share,
-        parse=float,
+        POSITIVE_SHARE,
     )
     pin_capacity: float = setting(
         0.5,
         "limits pinned blocks to this share of the pool",
         "the pinned corpus is larger",
-        is_positive_share,
-        parse=float,
+        POSITIVE_SHARE,
     )
     pin_quota: float | None = setting(
         None,
         "limits one tenant to this share of the pinned capacity",
         "tenants need different amounts",
-        is_share_or_none,
-        parse=float,
+        POSITIVE_SHARE,
         shown="an equal share for each API key, and one for all shared namespaces",
     )
-    store_dir: str | None = setting(
-        None,
-        "directory on disk; each rank has its own part of it",
-        "to keep text over restarts",
-        is_path,
-        shown="none",
+    store_dir: str | None = same_as(StoreFields, "directory")
+    store_ram_gib: float = same_as(
+        StoreFields, "ram_gib", default=0.0, words_of_default="0; `StoreOptions`: 1"
     )
-    store_ram_gib: float = setting(
-        0.0,
-        "host memory of each worker, GiB",
-        "to keep more text than the pool holds",
-        require_amount,
-        parse=float,
-        shown="0",
-    )
-    store_disk_gib: float = setting(
-        16.0,
-        "size of the directory for each worker, GiB",
-        "to the disk",
-        anything,
-        parse=float,
-        shown="16",
-    )
-    store_quota: float = setting(
-        1.0,
-        "share of the store that one namespace may take, above 0 up to 1",
-        "so that no tenant evicts all others",
-        anything,
-        parse=float,
-        shown="1",
-    )
-    store_int8: bool = setting(
-        False,
-        "store keys and values as int8, in a quarter to a half of the bytes. They return as "
-        "sources of grafts only, never as exact prefix blocks",
-        "if room is short",
-        anything,
-        parse=None,
-        shown="off",
-    )
-    store_shared: str | None = setting(
-        None,
-        "URL of the shared tier: `redis://HOST:6379/0`, `rediss://`, `valkey://`, "
-        "`unix:///SOCKET`, `s3://BUCKET/PATH`, `file:///DIR`",
-        "several machines",
-        anything,
-        shown="none",
-    )
-    store_shared_timeout: float = setting(
-        0.5,
-        "longest time that a prompt waits for the shared tier, s",
-        "raise it for long prompts of large models",
-        anything,
-        parse=float,
-    )
-    store_shared_gib: float | None = setting(
-        None,
-        "size of a shared directory for each rank, GiB (not for Redis)",
-        "to the file system",
-        anything,
-        parse=float,
-        shown="64",
-    )
+    store_disk_gib: float = same_as(StoreFields, "disk_gib")
+    store_quota: float = same_as(StoreFields, "quota")
+    store_int8: bool = same_as(StoreFields, "int8")
+    store_shared: str | None = same_as(StoreFields, "shared_url")
+    store_shared_timeout: float = same_as(StoreFields, "shared_timeout_s")
+    store_shared_gib: float | None = same_as(StoreFields, "shared_gib")
     costs: str = setting(
         MEASURED,
         "sets the costs that decide what to graft: `measured` (seconds of this model on this "
         "machine, at the start), `tokens`, or a file of "
         "[`kvgraft profile-costs`](evaluation.md#costs)",
         "you want the same decisions at every start",
-        is_costs,
+        COSTS,
         shown="`measured`",
     )
     exactness_weight: float = setting(
@@ -225,17 +164,14 @@ class SettingFields:
         "says how strongly to prefer exact KV, from 0 to 1. Text behind a graft is approximate, so "
         "a graft must save more than this share of the cost of computing that text",
         "0: graft whenever the first token comes earlier",
-        require_share,
-        parse=float,
+        SHARE,
     )
     document_gib: float = setting(
         2.0,
         "sets the host memory of a worker, in GiB, for [documents that are kept in "
         "part](policies.md#many-documents-of-which-a-part-is-kept) (`condense`, `samkv`)",
         "the documents do not fit",
-        require_amount,
-        parse=float,
-        shown="2",
+        AMOUNT,
     )
     idle_refresh: float = setting(
         0.0,
@@ -244,8 +180,7 @@ class SettingFields:
         "new request aborts it and waits for one step of 512 tokens at most",
         "documents return in another order, and the server has idle time "
         "([figures](results/conversations.md#reading-anew-between-turns))",
-        require_share,
-        parse=float,
+        SHARE,
         shown="0: off",
     )
     guard: float = setting(
@@ -253,8 +188,7 @@ class SettingFields:
         "sets the share of answers on approximate KV that the [guard](guard.md) scores again with "
         "exact KV, when nothing waits",
         "you want to measure what reuse changes",
-        require_share,
-        parse=float,
+        SHARE,
         shown="0: off",
     )
     guard_target: str | None = setting(
@@ -262,7 +196,7 @@ class SettingFields:
         "`flips=0.03` or `kl=0.1`: a policy with worse answers gets a larger budget, then exact "
         "KV. Needs `--kvgraft-guard`; not in shadow mode",
         "you want a limit on quality loss",
-        anything,
+        TEXT,
         shown="none: measure only",
     )
     guard_tokens: int = setting(
@@ -270,15 +204,13 @@ class SettingFields:
         "limits the tokens that scoring may compute in a minute",
         "too few answers are scored",
         at_least(1),
-        parse=int,
     )
     exact_for: tuple[str, ...] = setting(
         (),
         "gives exact KV to requests of these kinds: `tools` (may call tools), `json` (structured "
         "output), or `tools,json`",
         "such answers must not be approximate",
-        several_of(*KINDS),
-        parse=listed,
+        replace(list_of(one_of(*KINDS), "a list of tools, json"), read=listed, is_list=False),
         shown="none",
     )
     mode: str = setting(
@@ -294,7 +226,6 @@ class SettingFields:
         "starts, with a warning, on a vLLM newer than the supported versions; also with "
         "`--kvgraft-head-paging`",
         "after `make contract VERSION=...` in a clone, which shows in two minutes what has changed",
-        is_bool,
-        parse=None,
+        SWITCH,
         shown="off: refused",
     )

@@ -11,10 +11,10 @@ from kvgraft.core.segmentation import Similarity, parse_match
 from kvgraft.guard.target import Target
 from kvgraft.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.policies.profile import PolicyProfile
+from kvgraft.setting_schema import check_declared
 from kvgraft.store import StoreOptions
 from kvgraft.vllm.options import RequestOptions
-from kvgraft.vllm.setting_fields import SHADOW, SettingFields
-from kvgraft.vllm.setting_schema import declaration
+from kvgraft.vllm.setting_fields import SHADOW, STORE, SettingFields
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,7 @@ class KVGraftSettings(SettingFields):
     @property
     def store(self) -> StoreOptions | None:
         """Options of the segment store, or None. Raises ValueError if they are invalid."""
-        sizes = self.store_ram_gib, self.store_disk_gib, self.store_quota
-        shared = self.store_shared, self.store_shared_timeout, self.store_shared_gib
-        options = StoreOptions(self.store_dir, *sizes, self.store_int8, *shared)
+        options = StoreOptions(**{field: getattr(self, name) for name, field in STORE.items()})
         is_wanted = (
             self.store_dir is not None or self.store_ram_gib or self.store_shared is not None
         )
@@ -98,8 +96,7 @@ class KVGraftSettings(SettingFields):
                 raise ValueError(f"no KVGraft setting {name!r}: allowed are {', '.join(known)}")
 
         settings = cls(**given)
-        for each in fields(cls):
-            declaration(each).check(each.name, getattr(settings, each.name))
+        check_declared(settings)
 
         if None not in (settings.policy, settings.profile):
             raise ValueError(

@@ -202,8 +202,8 @@ def test_one_tenant_beyond_loopback_must_be_asked_for(asked: str, monkeypatch: p
         ),
         (["--kvgraft-policy", "magic"], "unknown policy 'magic'"),
         (["--kvgraft-watermark", "2"], "watermark must be a share"),
-        (["--kvgraft-watermark", "0"], "watermark must be above 0"),
-        (["--kvgraft-pin-quota", "0"], "pin_quota must be above 0"),
+        (["--kvgraft-watermark", "0"], "watermark must be a share above 0"),
+        (["--kvgraft-pin-quota", "0"], "pin_quota must be a share above 0"),
         (["--kvgraft-guard", "0.1", "--enable-sleep-mode"], "must not score"),
         (["--kvgraft-guard", "0.1", "--max-logprobs", "5"], "--max-logprobs of at least 20, got 5"),
         (
