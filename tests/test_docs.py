@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvgraft.core.report import REASONS
+from kvgraft.fleet.options import FleetAddress, FleetOptions
+from kvgraft.fleet.options import flag_of as fleet_flag_of
 from kvgraft.policies import POLICIES
 from kvgraft.server.flags import flag_of
 from kvgraft.setting_schema import declarations
@@ -43,6 +45,14 @@ def test_every_setting_has_the_row_that_it_declares(name: str):
 
 def test_the_options_of_a_store_are_settings_of_a_server():
     assert set(STORE.values()) == declarations(StoreOptions).keys()
+
+
+FLEET = declarations(FleetOptions) | declarations(FleetAddress)
+
+
+@pytest.mark.parametrize("name", FLEET)
+def test_every_option_of_a_fleet_has_the_row_that_it_declares(name: str):
+    assert FLEET[name].row(f"`{fleet_flag_of(name)}`") in page("fleet.md").splitlines()
 
 
 @pytest.mark.parametrize("metric", METRICS)

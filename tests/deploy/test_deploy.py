@@ -12,14 +12,13 @@ from typing import Any
 import compose_spec
 import dockerfile
 import kubernetes_validate
-import msgspec
 import promql_parser
 import pytest
 import yaml
 from markdown.extensions.toc import slugify
 from ray.serve.schema import ServeDeploySchema
 
-from kvgraft.fleet.options import FleetOptions, _options, _parser
+from kvgraft.fleet.options import FleetAddress, FleetOptions, make_parser, parse_command
 from kvgraft.server.arguments import _make_parser
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +63,7 @@ PODS = [pod for resource in RESOURCES if "spec" in resource for pod in pods_of(r
 CONTAINERS = [container for pod in PODS for container in pod["spec"]["containers"]]
 [RAY_SERVICE] = [resource for resource in RESOURCES if resource["kind"] == "RayService"]
 SERVE_CONFIG = yaml.safe_load(RAY_SERVICE["spec"]["serveConfigV2"])
-FLEET = msgspec.convert(SERVE_CONFIG["applications"][0]["args"], FleetOptions)
+FLEET = FleetOptions(**SERVE_CONFIG["applications"][0]["args"])
 INSTRUCTIONS = dockerfile.parse_file(str(DEPLOY / "Dockerfile"))
 SCRAPES = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
 RULES = [
@@ -80,11 +79,10 @@ def named(kind: str, name: str) -> dict[str, Any]:
     return found
 
 
-def fleet_of_compose() -> tuple[Any, FleetOptions]:
+def fleet_of_compose() -> tuple[FleetOptions, FleetAddress]:
     command, *arguments = SERVICES["kvgraft"]["command"]
     assert command == "fleet"
-    args, rest = _parser().parse_known_args(arguments)
-    return args, _options(args, rest)
+    return parse_command(arguments)
 
 
 def arguments_of_server() -> list[str]:
@@ -172,7 +170,7 @@ def test_a_file_of_compose_is_one(name: str):
 
 
 def test_compose_starts_a_fleet_whose_flags_exist():
-    args, options = fleet_of_compose()
+    options, args = fleet_of_compose()
     assert (args.host, args.port, options.replicas) == ("0.0.0.0", 8000, 2)  # noqa: S104
     served = _make_parser().parse_args(options.command)
     assert served.kvgraft_store_shared == "redis://valkey:6379/0"
@@ -237,7 +235,7 @@ def test_prometheus_asks_the_fleet_and_has_our_rules():
     mounted = dict(volume.split(":")[:2][::-1] for volume in SERVICES["prometheus"]["volumes"])
     assert [mounted[path] for path in SCRAPES["rule_files"]] == ["../docs/prometheus-rules.yml"]
     [scrape] = SCRAPES["scrape_configs"]
-    assert scrape["static_configs"] == [{"targets": [f"kvgraft:{fleet_of_compose()[0].port}"]}]
+    assert scrape["static_configs"] == [{"targets": [f"kvgraft:{fleet_of_compose()[1].port}"]}]
     for rule in RULES:
         promql_parser.parse(rule["expr"])
 
@@ -459,7 +457,7 @@ def test_every_alert_has_its_section(rule: dict[str, Any]):
 def test_the_runbook_names_files_and_flags_that_exist():
     for name in re.findall(r"deploy/[\w./-]+\w", RUNBOOK):
         assert (ROOT / name).exists(), name
-    known = set(_make_parser()._option_string_actions) | set(_parser()._option_string_actions)
+    known = set(_make_parser()._option_string_actions) | set(make_parser()._option_string_actions)
     flags = set(re.findall(r"--kvgraft-[\w-]+", RUNBOOK))
     assert flags
     assert flags <= known

@@ -35,7 +35,7 @@ def test_what_is_given_is_taken():
     [
         (
             {"polcy": "naive"},
-            "no KVGraft setting 'polcy': allowed are policy, profile, head_map, match, "
+            "KVGraft has no option 'polcy': it has policy, profile, head_map, match, "
             "residual_layers, continuation",
         ),
         ({"policy": "best"}, "unknown policy 'best': choose from cacheblend, condense"),

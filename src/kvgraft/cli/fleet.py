@@ -45,7 +45,7 @@ def run_fleet(context: typer.Context) -> None:
     from kvgraft.fleet.options import read_command
 
     # errors in the options are reported before Ray is imported
-    options, args = read_command(context.args)
+    options, address = read_command(context.args)
     from kvgraft.fleet.application import run
 
-    run(options, args)
+    run(options, address)

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 import ray
 from ray import serve
 from ray.serve import Application, Deployment
@@ -21,9 +20,10 @@ from ray.serve.schema import LoggingConfig
 from kvgraft.fleet.broadcast import ask_all
 from kvgraft.fleet.environment_check import EnvironmentCheck
 from kvgraft.fleet.ingress import Ingress
-from kvgraft.fleet.options import FleetOptions
+from kvgraft.fleet.options import FleetAddress, FleetOptions
 from kvgraft.fleet.replica import INGRESS, REPLICA, STOP_S, Replica
 from kvgraft.fleet.router import SegmentRouter
+from kvgraft.methods import check_options
 from kvgraft.server.keys import ADMIN_KEY, API_KEY, Keys, check_exposure
 from kvgraft.server.process import KVGRAFT
 from kvgraft.store.secret import CACHE_SECRET
@@ -62,7 +62,8 @@ def build(args: Mapping[str, Any]) -> Application:
             --kvgraft-single-tenant. Keys are required because Ray's listening address is not known
             here.
     """
-    options = msgspec.convert(dict(args), FleetOptions)
+    check_options("a fleet", FleetOptions, args)
+    options = FleetOptions(**args)
     _check_exposure(options, host=None)
     return application(options)
 
@@ -136,35 +137,35 @@ def must_be_alike(options: FleetOptions) -> list[str]:
     ]
 
 
-def run(options: FleetOptions, args: Namespace) -> None:
+def run(options: FleetOptions, at: FleetAddress) -> None:
     """Run `kvgraft fleet`.
 
     On one machine, serve until SIGTERM or Ctrl-C, then let running requests finish. On a Ray
     cluster, start the fleet, or replace the running one step by step, and return.
 
     Args:
-        options, args: see `read_command`.
+        options, at: see `read_command`.
 
     Raises:
         ValueError: the options contradict each other, or no server has started.
     """
-    _check_exposure(options, args.host)
+    _check_exposure(options, at.host)
     app = application(options)
-    start_ray(options, args.host, args.port, args.address)
+    start_ray(options, at.host, at.port, at.address)
 
-    for number in (signal.SIGTERM, signal.SIGINT) if args.address is None else ():
+    for number in (signal.SIGTERM, signal.SIGINT) if at.address is None else ():
         signal.signal(number, _interrupt)
 
     try:
         _start(app)
-        print(f"kvgraft fleet: http://{args.host}:{args.port}", flush=True)
-        if args.address is None:
+        print(f"kvgraft fleet: http://{at.host}:{at.port}", flush=True)
+        if at.address is None:
             with suppress(KeyboardInterrupt):
                 threading.Event().wait()
             # a second signal ends this at once
             end_fleet(NAME, options.drain_s)
     finally:
-        if args.address is None:
+        if at.address is None:
             # ends every process of this Ray, including the one that listens
             ray.shutdown()
 

@@ -9,6 +9,7 @@ from typing import Any
 from kvgraft.core.costs import MEASURED, Costs, find_costs
 from kvgraft.core.segmentation import Similarity, parse_match
 from kvgraft.guard.target import Target
+from kvgraft.methods import check_options
 from kvgraft.policies import DEFAULT_POLICY, parse_policy
 from kvgraft.policies.profile import PolicyProfile
 from kvgraft.setting_schema import check_declared
@@ -90,11 +91,7 @@ class KVGraftSettings(SettingFields):
         Raises:
             ValueError: a setting does not exist, or its value is not allowed.
         """
-        known = [f.name for f in fields(cls)]
-        for name in given:
-            if name not in known:
-                raise ValueError(f"no KVGraft setting {name!r}: allowed are {', '.join(known)}")
-
+        check_options("KVGraft", cls, given)
         settings = cls(**given)
         check_declared(settings)
 
