@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvgraft.core.options import AttentionFields
 from kvgraft.core.report import REASONS
+from kvgraft.engine.options import EngineOptions
 from kvgraft.fleet.options import FleetAddress, FleetOptions
 from kvgraft.fleet.options import flag_of as fleet_flag_of
 from kvgraft.policies import POLICIES
@@ -38,13 +40,32 @@ def test_every_policy_is_documented_with_its_options(policy: type):
 
 @pytest.mark.parametrize("name", declarations(SettingFields))
 def test_every_setting_has_the_row_that_it_declares(name: str):
-    names = [flag_of(name), *([STORE[name]] if name in STORE else [])]
-    row = declarations(SettingFields)[name].row(", ".join(f"`{one}`" for one in names))
+    declared, flag = declarations(SettingFields)[name], flag_of(name)
+    names = [flag]
+    if name in STORE:
+        names.append(STORE[name])
+    if declared.default is True:
+        names.append(flag.replace("--", "--no-", 1))
+    row = declared.row(", ".join(f"`{one}`" for one in names))
     assert row in page("serving.md").splitlines() + page("store.md").splitlines()
 
 
 def test_the_options_of_a_store_are_settings_of_a_server():
     assert set(STORE.values()) == declarations(StoreOptions).keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [("head_paging", "`--kvgraft-head-paging`"), ("flow", "`--flow`, `--kvgraft-flow`")],
+)
+def test_every_option_of_attention_has_the_row_that_it_declares(name: str, flags: str):
+    assert declarations(AttentionFields)[name].row(flags) in page("serving.md").splitlines()
+
+
+@pytest.mark.parametrize("name", declarations(EngineOptions))
+def test_every_keyword_of_an_engine_has_the_row_that_it_declares(name: str):
+    row = declarations(EngineOptions)[name].row(f"`{name}`")
+    assert row in page("engine.md").splitlines()
 
 
 FLEET = declarations(FleetOptions) | declarations(FleetAddress)

@@ -10,10 +10,18 @@ import re
 import reprlib
 from argparse import BooleanOptionalAction
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import wraps
+from inspect import Signature, signature
 from os import PathLike
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import msgspec
+
+P = ParamSpec("P")
+First = TypeVar("First")
+Options = TypeVar("Options")
+Init = Callable[[Any, First, Options], None]
 _SCHEMA = "kvgraft"
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
@@ -88,16 +96,20 @@ class Setting:
         """Return a field of a dataclass with this declaration."""
         return field(default=self.default, metadata={_SCHEMA: self})
 
-    def add_flag(self, parser: Any, flag: str) -> None:
+    def add_flag(self, parser: Any, *flags: str, **more: Any) -> None:
         """Add the flag of the option to a parser. A flag that was not given is None; a switch that
-        is on by default can also be negated."""
+        is on by default can also be negated.
+
+        Args:
+            more: further arguments of `add_argument`.
+        """
         text = self.help.replace("%", "%%")
         if self.kind.read is None:
             action = BooleanOptionalAction if self.default else "store_true"
-            parser.add_argument(flag, action=action, default=None, help=text)
+            parser.add_argument(*flags, action=action, default=None, help=text, **more)
         else:
             nargs = "+" if self.kind.is_list else None
-            parser.add_argument(flag, type=self.kind.read, nargs=nargs, help=text)
+            parser.add_argument(*flags, type=self.kind.read, nargs=nargs, help=text, **more)
 
 
 def setting(
@@ -130,6 +142,10 @@ def check_declared(options: Any) -> None:
 def _plain(text: str) -> str:
     """Return a line of Markdown without links and code marks."""
     return _LINK.sub(r"\1", text).replace("`", "")
+
+
+def _is_struct(value: object) -> bool:
+    return isinstance(value, msgspec.Struct)
 
 
 def _is_number(value: object) -> bool:
@@ -174,3 +190,29 @@ def list_of(kind: ValueType, words: str) -> ValueType:
         kind.read,
         is_list=True,
     )
+
+
+def or_object(kind: ValueType) -> ValueType:
+    """Return the type of values that Python code may also give as the object that they name."""
+    return replace(
+        kind, test=lambda value: kind.test(value) or is_dataclass(value) or _is_struct(value)
+    )
+
+
+def with_keywords(
+    options: Callable[P, Options],
+) -> Callable[[Init[First, Options]], Callable[Concatenate[Any, First, P], None]]:
+    """Return a decorator of an `__init__` that takes options: their fields become its keywords."""
+
+    def decorate(
+        init: Init[First, Options],
+    ) -> Callable[Concatenate[Any, First, P], None]:
+        @wraps(init)
+        def made(self: Any, first: First, *args: P.args, **keywords: P.kwargs) -> None:
+            init(self, first, options(*args, **keywords))
+
+        own, keywords = (signature(one).parameters.values() for one in (init, options))
+        made.__signature__ = Signature([*list(own)[:2], *keywords])  # type: ignore[attr-defined]
+        return made
+
+    return decorate

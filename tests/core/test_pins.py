@@ -136,9 +136,9 @@ def test_replacing_an_entry_keeps_the_pages_that_both_hold():
 
 @pytest.mark.parametrize("share", [0.0, 1.1])
 def test_shares_are_checked(share: float):
-    with pytest.raises(ValueError, match="watermark must be in"):
+    with pytest.raises(ValueError, match="watermark must be a share above 0"):
         PinnedDocuments(PagePool(1, 16), watermark=share)
-    with pytest.raises(ValueError, match="capacity must be in"):
+    with pytest.raises(ValueError, match="capacity must be a share above 0"):
         PinnedDocuments(PagePool(1, 16), capacity=share)
 
 

@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import ClassVar
 
@@ -6,7 +7,9 @@ import numpy as np
 import pytest
 
 from kvgraft import Engine, Policy, Request, RequestError, SamplingParams, Segment
+from kvgraft.engine.options import EngineOptions
 from kvgraft.prefill.context import Hidden, PrefillContext
+from kvgraft.setting_schema import declarations
 from models import VOCAB_SIZE
 
 
@@ -249,9 +252,15 @@ def test_parts_and_text_give_the_same_answer(engine: Engine):
         ({"max_length": 10_000}, "max_length 10000 is not in 2..512"),
         ({"policy": "magic"}, "unknown policy"),
         ({"device": "tpu"}, "device 'tpu' is not available: choose from cpu"),
-        ({"watermark": 2.0}, "watermark must be in"),
-        ({"num_pages": 0}, "num_pages and block_size must be positive"),
-        ({"kv_gib": 0.0}, "num_pages and block_size must be positive"),
+        ({"watermark": 2.0}, "watermark must be a share above 0, up to 1, got 2.0"),
+        ({"num_pages": 0}, "num_pages must be an integer of at least 1, got 0"),
+        ({"kv_gib": 0.0}, "kv_gib must be a number above 0, got 0.0"),
+        ({"kv_gib": 1e-9}, "num_pages and block_size must be positive"),
+        ({"policy": 3}, "policy must be a name or name:option=value,..., got 3"),
+        ({"head_map": 3}, "head_map must be a path, got 3"),
+        ({"store": "DIR"}, "store must be StoreOptions, got 'DIR'"),
+        ({"continuation": 1}, "continuation must be true or false, got 1"),
+        ({"exactness_weight": 2}, "exactness_weight must be a share from 0 to 1, got 2"),
     ],
 )
 def test_bad_engine_options_are_refused(
@@ -259,6 +268,12 @@ def test_bad_engine_options_are_refused(
 ):
     with pytest.raises(ValueError, match=message):
         Engine(model_dirs["llama"], **options)  # type: ignore[arg-type]
+
+
+def test_the_keywords_of_an_engine_are_its_declared_options(model_dirs: dict[str, Path]):
+    assert list(signature(Engine).parameters) == ["model_dir", *declarations(EngineOptions)]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'blocksize'"):
+        Engine(model_dirs["llama"], blocksize=16)
 
 
 def test_prompts_of_one_batch_share_its_time_by_what_they_computed(model_dirs: dict[str, Path]):

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from kvgraft.cli.options import (
+    KV_GIB,
     DeviceOption,
     DtypeOption,
     HeadMapOption,
@@ -34,7 +35,7 @@ def compare(
     model: ModelOption = MODEL_DIR,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
-    kv_gib: KvOption = 2.0,
+    kv_gib: KvOption = KV_GIB,
     head_map: HeadMapOption = None,
     head_paging: HeadPagingOption = False,
     order_noise: OrderNoiseOption = False,
@@ -62,7 +63,7 @@ def inspect(
     model: ModelOption = MODEL_DIR,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
-    kv_gib: KvOption = 2.0,
+    kv_gib: KvOption = KV_GIB,
     head_map: HeadMapOption = None,
     head_paging: HeadPagingOption = False,
     as_json: JsonOption = False,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvgraft.cli.options import (
+    KV_GIB,
     DeviceOption,
     DtypeOption,
     JsonOption,
@@ -59,7 +60,7 @@ def calibrate(
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
-    kv_gib: KvOption = 2.0,
+    kv_gib: KvOption = KV_GIB,
     as_json: JsonOption = False,
 ) -> None:
     """Which policy suits a model and your texts: a profile that `serve` and Engine take by

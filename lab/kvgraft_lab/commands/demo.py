@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvgraft.cli.options import (
+    KV_GIB,
     DeviceOption,
     DtypeOption,
     JsonOption,
@@ -32,7 +33,7 @@ def demo(
     as_json: JsonOption = False,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
-    kv_gib: KvOption = 2.0,
+    kv_gib: KvOption = KV_GIB,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the scenarios.", show_default="0")
     ] = None,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvgraft.cli.options import (
+    KV_GIB,
     ChatOption,
     DeviceOption,
     DtypeOption,
@@ -65,7 +66,7 @@ def evaluate(
     chat: ChatOption = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
-    kv_gib: KvOption = 2.0,
+    kv_gib: KvOption = KV_GIB,
     head_map: HeadMapOption = None,
     head_paging: HeadPagingOption = False,
     order_noise: OrderNoiseOption = False,
@@ -124,7 +125,7 @@ def layers(
     ] = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
-    kv_gib: KvOption = 2.0,
+    kv_gib: KvOption = KV_GIB,
     as_json: JsonOption = False,
 ) -> None:
     """Which layer of a model finds a needle, by KV deviation and by attention; and so the probe of

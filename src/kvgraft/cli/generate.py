@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvgraft.cli.options import (
+    KV_GIB,
     DeviceOption,
     DtypeOption,
     HeadMapOption,
@@ -70,7 +71,7 @@ def generate(
     namespace: Annotated[str, typer.Option(help="Isolation key of cached content.")] = "default",
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
-    kv_gib: KvOption = 2.0,
+    kv_gib: KvOption = KV_GIB,
     head_map: HeadMapOption = None,
     head_paging: HeadPagingOption = False,
     store: Annotated[

@@ -10,7 +10,9 @@ from rich.console import Console
 
 from kvgraft import __version__
 from kvgraft.cli.laboratory import CommandGroup
+from kvgraft.engine.options import EngineOptions
 from kvgraft.models import find_model
+from kvgraft.setting_schema import declarations
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -30,22 +32,20 @@ ModelArgument = Annotated[
     Path, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, show_default="bundled")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-DtypeOption = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16 (default: as stored).")
-]
-DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
-KvOption = Annotated[float, typer.Option("--kv-gib", help="Memory of the KV pool in GiB.")]
+ENGINE = declarations(EngineOptions)
+KV_GIB: float = ENGINE["kv_gib"].default
+DtypeOption = Annotated[str | None, typer.Option(help=ENGINE["dtype"].summary)]
+DeviceOption = Annotated[str, typer.Option(help=ENGINE["device"].summary)]
+KvOption = Annotated[float, typer.Option("--kv-gib", help=ENGINE["kv_gib"].summary)]
 HeadMapOption = Annotated[
     Path | None,
     typer.Option(
-        "--head-map", help="What profile-heads wrote.", show_default="heads.json of the model"
+        "--head-map", help=ENGINE["head_map"].summary, show_default="heads.json of the model"
     ),
 ]
 HeadPagingOption = Annotated[
     bool,
-    typer.Option(
-        "--head-paging", help="Keep only sinks and windows of the heads that the map calls local."
-    ),
+    typer.Option("--head-paging", help=ENGINE["head_paging"].summary),
 ]
 ChatOption = Annotated[
     bool | None,

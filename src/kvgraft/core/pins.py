@@ -12,6 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
+from kvgraft.setting_schema import POSITIVE_SHARE
+
 
 class PinnablePages(Protocol):
     """Operations of a page pool that pinned documents need; a host implements them."""
@@ -52,9 +54,8 @@ class PinnedDocuments:
     """
 
     def __init__(self, pool: PinnablePages, watermark: float = 0.9, capacity: float = 0.5) -> None:
-        for name, share in (("watermark", watermark), ("capacity", capacity)):
-            if not 0.0 < share <= 1.0:
-                raise ValueError(f"{name} must be in (0, 1], got {share}")
+        POSITIVE_SHARE.check("watermark", watermark)
+        POSITIVE_SHARE.check("capacity", capacity)
         self.pool = pool
         self.watermark = watermark
         self.capacity = capacity

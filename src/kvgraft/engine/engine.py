@@ -1,24 +1,21 @@
 """The native engine: load a model, reuse text that it has read, generate."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from kvgraft.core.cost_model import EXACTNESS_WEIGHT
-from kvgraft.core.costs import Costs
 from kvgraft.core.keys import scope_digest
-from kvgraft.core.matches import MAX_DEPTH
 from kvgraft.core.pins import PinnedDocument, PinnedDocuments
 from kvgraft.core.provenance import BlockProvenance
 from kvgraft.core.reuse_index import ReuseIndex, wants_similar
-from kvgraft.core.segmentation import ANCHORS, Similarity
-from kvgraft.decode.flow import Flow
+from kvgraft.core.segmentation import ANCHORS
 from kvgraft.engine.costs import make_cost_model
 from kvgraft.engine.decoder import load_decoder
 from kvgraft.engine.handover import load_payload, put_payload, save_payload
 from kvgraft.engine.lookup import CacheLookup
 from kvgraft.engine.memory import Memory
+from kvgraft.engine.options import EngineOptions
 from kvgraft.engine.pools import lay_out, make_pool, needs
 from kvgraft.engine.profiles import MAKE_MAP, choose_policy, load_head_map, load_stable_layers
 from kvgraft.engine.reader import PromptReader
@@ -40,15 +37,13 @@ from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.engine.store_tier import StoreTier
 from kvgraft.engine.text import IncrementalText, anchor_ids, load_tokenizer
 from kvgraft.kv.documents import DocumentStore
-from kvgraft.kv.heads import HeadMap
-from kvgraft.methods import require_amount, require_at_least
+from kvgraft.methods import require_at_least
 from kvgraft.models import find_model
 from kvgraft.policies import parse_policy
-from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
-from kvgraft.setting_schema import SWITCH
-from kvgraft.store import SegmentStore, StoreOptions
+from kvgraft.setting_schema import with_keywords
+from kvgraft.store import SegmentStore
 
 MAKE_SIMILAR = "make the engine with match='similar'"
 
@@ -61,147 +56,75 @@ class Engine:
         model_dir: a Hugging Face directory of a Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE or
             DeepSeek-V2/V3 model, or the name of a model (`kvgraft models get smollm2`, then
             `smollm2`).
-        dtype: `float32`, `bfloat16`, `float16`; None keeps the stored one.
-        device: a torch device, such as `cpu` or `cuda`.
-        block_size: tokens in a block, the unit of matching.
-        kv_gib: memory of the KV pool in GiB. The pool never takes more than eight prompts of the
-            full length need.
-        num_pages: blocks in the KV pool, instead of `kv_gib`.
-        max_length: tokens of prompt and answer together; None is the model's own limit.
-        policy: policy of requests that name none. None takes the policy of the profile, or `spread`
-            without a profile.
-        profile: file that `kvgraft calibrate` has written. None takes `policy.json` of the model
-            directory, if there is one.
-        policies: other policies that requests may name. The engine prepares what they need
-            (`match`, `residual_layers`) from the start.
-        flow: sparse attention of decode steps for requests that name none (`quest`,
-            `quest:topk_blocks=64`, `my.py`, a `Flow`); None is dense. The caches of a flow need
-            memory in addition to the KV pool.
-        max_prefill_tokens: prompt tokens that one step may compute. A longer prompt is computed in
-            chunks of this size.
-        head_map: classes of the KV heads, for policies that work head by head: a map, or the path
-            of one. None takes `heads.json` of the model directory, if there is one (`kvgraft
-            profile-heads` makes it).
-        head_paging: keep only sinks and a window of local heads, in prefill and decode. Answers
-            then are those of the sparser model that the map describes.
-        match: `exact`, or `similar` (`similar:tau=0.7`) to find near-duplicates, too. None takes
-            what the policies need.
-        residual_layers: layers whose input residual stream is cached with keys and values, in
-            addition to the layers that the policies need.
-        continuation: let a prompt that begins with an earlier prompt reuse all of its KV, including
-            approximate blocks. The policy may recompute grafted tokens of those blocks in place.
-        max_depth: greatest depth of KV that prompts graft from: 0 is exact KV, d + 1 was computed
-            over grafts of depth d. No limit by default: docs/results/endless.md.
-        costs: costs that decide what to graft: `measured` when the engine starts, `tokens`, or the
-            path of a file (`kvgraft profile-costs` writes it). None grafts all text that is known.
-        exactness_weight: how strongly to prefer exact KV, from 0 to 1, as a share of the cost of
-            computing it; see `CostModel`.
-        require_clean_context: graft only text that stood at the beginning of the prompt in which it
-            was computed, so that its KV depends on no other text.
-        anchors: strings that begin a segment wherever they occur in a text prompt, such as
-            `\\nThought:`. Segments are tokenised on their own, so that their token ids never depend
-            on their neighbours.
-        pad_segments: pad explicit segments to block borders with the tokenizer's pad token (SparseX
-            4.5).
-        watermark, pin_capacity: shares of the pool, see `PinnedDocuments`.
-        store: tiers below the KV pool, in host memory and on disk. Exact blocks are written there
-            and restored later. Use the engine as a context manager, or `close` it, so that all
-            blocks are written.
-        document_gib: host memory in GiB for documents that were read on their own, for policies
-            that keep a part of them.
-        stable_layers: for these policies, the layers that agree on what is important (SamKV,
-            Appendix A.2). None takes `layers.json` of the model directory (`kvgraft profile-layers`
-            makes it), or the last eighth of the layers.
-        enforce_eager: on CUDA, launch every operation of a decode step by itself. Otherwise steps
-            are captured in CUDA graphs, which take memory of their own.
-            `engine.scheduler.steps.counts` counts how steps were run.
-        poison_dropped_pages: fill dead pages with NaN (tests).
+        options: made of the other keywords, which are the fields of `EngineOptions`;
+            docs/engine.md lists them.
 
     Raises:
         FileNotFoundError, UnsupportedModel, ValueError: the model or an argument cannot be used;
             the message says why.
     """
 
-    def __init__(
-        self,
-        model_dir: str | Path,
-        *,
-        dtype: str | None = None,
-        device: str = "cpu",
-        block_size: int = 16,
-        kv_gib: float = 2.0,
-        num_pages: int | None = None,
-        max_length: int | None = None,
-        policy: str | Policy | None = None,
-        profile: str | Path | None = None,
-        policies: Sequence[str | Policy] = (),
-        flow: str | Flow | None = None,
-        max_prefill_tokens: int = 8192,
-        head_map: str | Path | HeadMap | None = None,
-        head_paging: bool = False,
-        match: str | Similarity | None = None,
-        residual_layers: Sequence[int] = (),
-        continuation: bool = True,
-        max_depth: int = MAX_DEPTH,
-        costs: str | Path | Costs | None = None,
-        exactness_weight: float = EXACTNESS_WEIGHT,
-        require_clean_context: bool = False,
-        anchors: Sequence[str] = (),
-        pad_segments: bool = False,
-        watermark: float = 0.9,
-        pin_capacity: float = 0.5,
-        store: StoreOptions | None = None,
-        document_gib: float = 2.0,
-        stable_layers: Sequence[int] | None = None,
-        enforce_eager: bool = False,
-        poison_dropped_pages: bool = False,
-    ) -> None:
-        _check_options(
-            block_size, max_prefill_tokens, max_depth, document_gib, enforce_eager=enforce_eager
-        )
+    @with_keywords(EngineOptions)
+    def __init__(self, model_dir: str | Path, options: EngineOptions) -> None:
         model_dir = find_model(model_dir)
         self.decoder, self.tokenizer = (
-            load_decoder(model_dir, dtype, device),
+            load_decoder(model_dir, options.dtype, options.device),
             load_tokenizer(model_dir),
         )
         config = self.config = self.decoder.config
-        self.policy, self.profile = choose_policy(policy, profile, model_dir, config)
-        self.max_length = _length(max_length, config.max_position)
-        padding = block_size if pad_segments else None
+        self.policy, self.profile = choose_policy(
+            options.policy, options.profile, model_dir, config
+        )
+        self.max_length = _length(options.max_length, config.max_position)
+        padding = options.block_size if options.pad_segments else None
         self._reader = PromptReader(
-            self.tokenizer, anchors, padding, config.vocab_size, self.max_length
+            self.tokenizer, options.anchors, padding, config.vocab_size, self.max_length
         )
-        self.head_map = load_head_map(head_map, model_dir, config.num_layers, config.num_kv_heads)
+        self.head_map = load_head_map(
+            options.head_map, model_dir, config.num_layers, config.num_kv_heads
+        )
         layout, self._model = lay_out(
-            config, self.decoder.dtype, self.head_map, head_paging=head_paging
+            config, self.decoder.dtype, self.head_map, head_paging=options.head_paging
         )
-        served = [self.policy, *map(parse_policy, policies)]
-        needed, similarity = needs(served, residual_layers, match, config.num_layers)
+        served = [self.policy, *map(parse_policy, options.policies)]
+        needed, similarity = needs(
+            served, options.residual_layers, options.match, config.num_layers
+        )
         pool, cache = make_pool(
             self.decoder,
             layout,
-            block_size,
-            num_pages,
-            kv_gib,
+            options.block_size,
+            options.num_pages,
+            options.kv_gib,
             self.max_length,
             needed,
-            poison=poison_dropped_pages,
+            poison=options.poison_dropped_pages,
         )
-        self.pins = PinnedDocuments(pool, watermark, pin_capacity)
-        cuts = similarity, anchor_ids(self.tokenizer, anchors or ANCHORS)
-        self.index = ReuseIndex(pool, max_depth, require_clean_context, *cuts)
-        tier = None if store is None else StoreTier.open(store, pool, cache, self.index)
-        cost_model = make_cost_model(costs, exactness_weight, self.decoder, cache, self.max_length)
+        self.pins = PinnedDocuments(pool, options.watermark, options.pin_capacity)
+        cuts = similarity, anchor_ids(self.tokenizer, options.anchors or ANCHORS)
+        self.index = ReuseIndex(pool, options.max_depth, options.require_clean_context, *cuts)
+        tier = (
+            None
+            if options.store is None
+            else StoreTier.open(options.store, pool, cache, self.index)
+        )
+        cost_model = make_cost_model(
+            options.costs, options.exactness_weight, self.decoder, cache, self.max_length
+        )
         lookup = CacheLookup(
-            pool, layout, self.index, continuation=continuation, cost_model=cost_model
+            pool, layout, self.index, continuation=options.continuation, cost_model=cost_model
         )
-        self.memory = Memory(pool, cache, self.pins, lookup, max_prefill_tokens, tier)
-        stable = load_stable_layers(stable_layers, model_dir, config)
-        self.library = Library(DocumentStore(int(document_gib * 2**30)), stable)
+        self.memory = Memory(pool, cache, self.pins, lookup, options.max_prefill_tokens, tier)
+        stable = load_stable_layers(options.stable_layers, model_dir, config)
+        self.library = Library(DocumentStore(int(options.document_gib * 2**30)), stable)
         self.scheduler = Scheduler(
-            self.decoder, self.memory, self.library, self.head_map, enforce_eager=enforce_eager
+            self.decoder,
+            self.memory,
+            self.library,
+            self.head_map,
+            enforce_eager=options.enforce_eager,
         )
-        self.flow = self.scheduler.flows.find(flow)
+        self.flow = self.scheduler.flows.find(options.flow)
 
     @property
     def store(self) -> SegmentStore | None:
@@ -431,22 +354,6 @@ class Engine:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
         return self._reader.encode(text)
-
-
-def _check_options(
-    block_size: int,
-    max_prefill_tokens: int,
-    max_depth: int,
-    document_gib: float,
-    *,
-    enforce_eager: bool,
-) -> None:
-    """Raise ValueError for an option that is out of range."""
-    require_at_least("block_size", block_size, 1)
-    require_at_least("max_prefill_tokens", max_prefill_tokens, 1)
-    require_at_least("max_depth", max_depth, 0)
-    require_amount("document_gib", document_gib)
-    SWITCH.check("enforce_eager", enforce_eager)
 
 
 def _length(given: int | None, most: int) -> int:

@@ -3,6 +3,7 @@
 from argparse import ArgumentParser, ArgumentTypeError
 from typing import Any
 
+from kvgraft.core.options import AttentionFields
 from kvgraft.setting_schema import declarations
 from kvgraft.vllm.setting_fields import SettingFields
 
@@ -25,21 +26,10 @@ def add_flags(parser: ArgumentParser) -> None:
     group.add_argument("--json", action="store_true", help="With --check: print it as JSON.")
     for name, declared in declarations(SettingFields).items():
         declared.add_flag(group, flag_of(name))
-    group.add_argument(
-        "--kvgraft-head-paging",
-        action="store_true",
-        default=None,
-        help="Keep only sinks and windows of the heads that the head map calls local.",
-    )
+    attention = declarations(AttentionFields)
+    attention["head_paging"].add_flag(group, "--kvgraft-head-paging")
     _add_owners(group)
-    group.add_argument(
-        "--flow",
-        "--kvgraft-flow",
-        dest="kvgraft_flow",
-        help="Decode steps attend to the blocks that this flow chooses: quest, "
-        "quest:topk_blocks=64, my_flow.py,... Flows that keep state need --no-kvgraft and "
-        "--no-enable-prefix-caching.",
-    )
+    attention["flow"].add_flag(group, "--flow", "--kvgraft-flow", dest="kvgraft_flow")
     group.add_argument(
         "--kvgraft-engine-timeout",
         type=_seconds,
