@@ -18,6 +18,7 @@ from kvgraft.setting_schema import declarations
 from kvgraft.store import StoreOptions
 from kvgraft.store.shared import SharedTier
 from kvgraft.store.store import SegmentStore
+from kvgraft.vllm.request_fields import RequestFields
 from kvgraft.vllm.setting_fields import STORE, SettingFields
 from kvgraft.vllm.stats import METRICS
 
@@ -52,6 +53,12 @@ def test_every_setting_has_the_row_that_it_declares(name: str):
 
 def test_the_options_of_a_store_are_settings_of_a_server():
     assert set(STORE.values()) == declarations(StoreOptions).keys()
+
+
+@pytest.mark.parametrize("name", declarations(RequestFields))
+def test_every_option_of_a_request_has_the_row_that_it_declares(name: str):
+    shown = f"`{name}`{', and options of policies' if name == 'policy' else ''}"
+    assert declarations(RequestFields)[name].row(shown) in page("serving.md").splitlines()
 
 
 @pytest.mark.parametrize(

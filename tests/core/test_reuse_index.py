@@ -247,5 +247,5 @@ def test_who_gets_near_duplicates(match: str | None, offered: bool, wanted: bool
 def test_what_is_not_offered_is_refused():
     with pytest.raises(ValueError, match="only identical text is known here, start it so"):
         wants_similar("similar", offered=False, how="start it so")
-    with pytest.raises(ValueError, match="match must be 'exact' or 'similar', got 'fuzzy'"):
+    with pytest.raises(ValueError, match="match must be one of exact, similar, got 'fuzzy'"):
         wants_similar("fuzzy", offered=True, how="")

@@ -194,7 +194,7 @@ def test_shallow_layers_of_sparsex_need_not_run_known_text(engine: Engine):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"match": "close"}, "match must be 'exact' or 'similar', got 'close'"),
+        ({"match": "close"}, "match must be one of exact, similar, got 'close'"),
         ({"match": "similar"}, "only identical text is known here, make the engine with match"),
         ({"policy": "similar:reused_layers=1"}, "enters layer 1 is not kept"),
         ({"policy": "sparsex:boundary_layers=2,shallow=fresh"}, "enters layer 2 is not kept"),

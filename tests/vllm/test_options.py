@@ -16,13 +16,12 @@ from kvgraft.policies import Full, Naive, SparseX
 from kvgraft.vllm.options import (
     CONTROL_TOKEN,
     KEY,
-    MAX_NAME,
     Control,
     RequestOptions,
     ServedReport,
-    check_name,
     namespace_label,
 )
+from kvgraft.vllm.request_fields import MAX_NAME, NAME, NAMESPACE
 
 POLICY = SparseX(boundary_layers=3, recompute_share=0.2)
 DEFAULT = RequestOptions(POLICY)
@@ -116,12 +115,12 @@ def test_the_namespace_is_taken_as_it_is():
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"reuse": "on"}, "reuse must be 'auto', 'exact' or 'off', got 'on'"),
-        ({"reuse": True}, "reuse must be 'auto', 'exact' or 'off', got True"),
-        ({"reuse": None}, "reuse must be 'auto', 'exact' or 'off', got None"),
-        ({"reuse": ["auto"]}, "reuse must be 'auto', 'exact' or 'off'"),
-        ({"match": "close"}, "match must be 'exact' or 'similar', got 'close'"),
-        ({"match": ["similar"]}, "match must be 'exact' or 'similar', got ['similar']"),
+        ({"reuse": "on"}, "reuse must be one of auto, exact, off, got 'on'"),
+        ({"reuse": True}, "reuse must be one of auto, exact, off, got True"),
+        ({"reuse": None}, "reuse must be one of auto, exact, off, got None"),
+        ({"reuse": ["auto"]}, "reuse must be one of auto, exact, off"),
+        ({"match": "close"}, "match must be one of exact, similar, got 'close'"),
+        ({"match": ["similar"]}, "match must be one of exact, similar, got ['similar']"),
         (
             {"match": "similar"},
             "only identical text is known here, start the server with --kvgraft-match=similar",
@@ -155,11 +154,11 @@ def test_the_namespace_is_taken_as_it_is():
         ({"control": {"op": "list"}}, "no option 'control': it has"),
         ({"name": "sparsex"}, "no option 'name': it has"),
         ({7: 1}, "no option 7: it has"),
-        ({"forced_output": []}, "forced_output must be a list of token ids, got '[]'"),
+        ({"forced_output": []}, "forced_output must be a list of token ids, got []"),
         ({"forced_output": "w3"}, "forced_output must be a list of token ids, got 'w3'"),
-        ({"forced_output": [3, -1]}, "forced_output must be a list of token ids, got '[3, -1]'"),
-        ({"forced_output": [True]}, "forced_output must be a list of token ids, got '[True]'"),
-        ({"namespace": 5}, "namespace must be a printable string of 1 to 128 characters, got '5'"),
+        ({"forced_output": [3, -1]}, "forced_output must be a list of token ids, got [3, -1]"),
+        ({"forced_output": [True]}, "forced_output must be a list of token ids, got [True]"),
+        ({"namespace": 5}, "namespace must be a printable string of at most 128 characters, got 5"),
         ({"namespace": "a\nb"}, "namespace must be a printable string"),
         ({"namespace": "x" * (MAX_NAME + 1)}, "namespace must be a printable string"),
     ],
@@ -211,18 +210,18 @@ def test_any_json_is_either_understood_or_refused(said: dict[str, Any]):
 def test_names_are_printable_and_bounded(text: str):
     allowed = text.isprintable() and 0 < len(text) <= MAX_NAME
     if allowed:
-        check_name("segment", text)
+        NAME.check("segment", text)
     else:
         with pytest.raises(
             ValueError, match=f"^segment must be a printable string of 1 to {MAX_NAME} characters"
         ):
-            check_name("segment", text)
+            NAME.check("segment", text)
 
 
 def test_an_empty_name_needs_permission_and_a_refusal_does_not_repeat_everything():
-    check_name("namespace", "", may_be_empty=True)
+    NAMESPACE.check("namespace", "")
     with pytest.raises(ValueError, match="segment") as raised:
-        check_name("segment", "y" * 10_000)
+        NAME.check("segment", "y" * 10_000)
     assert len(str(raised.value)) < 150
 
 
@@ -275,9 +274,12 @@ def test_of_a_salt_that_a_client_chose_a_digest_is_shown():
     [
         (
             {"op": "thaw", "token": "secret"},
-            "op must be pin, delete, list, refresh, read or score, got 'thaw'",
+            "op must be one of pin, delete, list, refresh, read, score, got 'thaw'",
         ),
-        ({"token": "secret"}, "op must be pin, delete, list, refresh, read or score, got 'None'"),
+        (
+            {"token": "secret"},
+            "op must be one of pin, delete, list, refresh, read, score, got 'None'",
+        ),
         ({"op": "pin", "token": "secret", "quota": 2}, "quota must be a share from 0 to 1, got 2"),
         (
             {"op": "list", "token": "secret", "namespace": "x"},

@@ -24,10 +24,12 @@ from kvgraft.setting_schema import (
     ValueType,
     at_least,
     list_of,
+    one_of,
     or_object,
     setting,
 )
 
+MATCH = one_of("exact", "similar")
 LAYERS = list_of(at_least(0), "a list of layers")
 METHOD = or_object(ValueType("a name or name:option=value,...", TEXT.test))
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kvgraft.core.matches import MAX_DEPTH, Match, MatchQuery
+from kvgraft.core.options import MATCH
 from kvgraft.core.pages import Pages
 from kvgraft.core.provenance import BlockProvenance
 from kvgraft.core.readings import Readings
@@ -169,8 +170,8 @@ def wants_similar(match: object, *, offered: bool, how: str) -> bool:
     Raises:
         ValueError: the setting does not exist, or is not offered.
     """
-    if match not in (None, "exact", "similar"):
-        raise ValueError(f"match must be 'exact' or 'similar', got {match!r}")
+    if match is not None:
+        MATCH.check("match", match)
     if match == "similar" and not offered:
         raise ValueError(f"match 'similar': only identical text is known here, {how}")
     return offered and match != "exact"

@@ -12,13 +12,13 @@ from kvgraft.server.metrics import GuardMetrics
 from kvgraft.server.scorer import AnswerSample, EngineGate, Scorer
 from kvgraft.vllm.options import (
     EXACT_BECAUSE,
-    GUARDED,
     KEY,
     NOTE_PLAN,
     OWN_FIELDS,
     PARAMS,
     RequestOptions,
 )
+from kvgraft.vllm.request_fields import GUARDED
 from kvgraft.vllm.setting_fields import SHADOW
 from kvgraft.vllm.settings import KVGraftSettings
 

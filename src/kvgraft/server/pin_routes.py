@@ -11,7 +11,8 @@ from kvgraft.server.pins import shown
 from kvgraft.server.server_state import ServerState
 from kvgraft.server.sharing import SHARED
 from kvgraft.server.tenancy import Principal, Tenant
-from kvgraft.vllm.options import MAX_NAME, Control, check_name
+from kvgraft.vllm.options import Control
+from kvgraft.vllm.request_fields import MAX_NAME, NAME, NAMESPACE
 
 # characters
 MAX_TEXT = 2 << 20
@@ -23,13 +24,13 @@ router = APIRouter()
 
 def _name(value: str) -> str:
     """Validate the name of a pinned document."""
-    check_name("name", value)
+    NAME.check("name", value)
     return value
 
 
 def _namespace(value: str) -> str:
     """Validate a namespace, which may be empty."""
-    check_name("namespace", value, may_be_empty=True)
+    NAMESPACE.check("namespace", value)
     return value
 
 

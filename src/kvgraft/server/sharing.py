@@ -8,7 +8,7 @@ from vllm.exceptions import VLLMNotFoundError
 
 from kvgraft.server.flags import SHARE
 from kvgraft.server.tenancy import Keyring, Tenant
-from kvgraft.vllm.options import check_name
+from kvgraft.vllm.request_fields import NAME
 
 # owner of all shared namespaces; this identity is no SHA-256, so no key has it
 SHARED = Tenant("shared", b"shared")
@@ -46,7 +46,7 @@ class Grants:
                     f"NAME={EVERYBODY}"
                 )
 
-            check_name(f"{SHARE}: a name", name)
+            NAME.check(f"{SHARE}: a name", name)
             if name in self._readers:
                 raise ValueError(f"{SHARE} {name!r} is given twice: name all of its keys in one")
             self._readers[name] = _tenants(name, keys, keyring.tenants)

@@ -14,10 +14,12 @@ from typing import Any
 
 from kvgraft.core.report import PrefillReport
 from kvgraft.core.reuse_index import wants_similar
-from kvgraft.methods import UnknownOption, require_choice, require_share
+from kvgraft.methods import UnknownOption, require_share
 from kvgraft.policies import parse_policy, with_options
 from kvgraft.prefill.context import Policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
+from kvgraft.setting_schema import declarations, one_of
+from kvgraft.vllm.request_fields import GUARDED, RequestFields
 
 # field of requests and responses
 PARAMS = "kv_transfer_params"
@@ -36,16 +38,12 @@ _LABELLED = re.compile(r"[0-9a-f]{64}:(.+)", re.DOTALL)
 # in hexadecimal digits
 _LABEL_LENGTH = 8
 SERVE_SIMILAR = "start the server with --kvgraft-match=similar"
-# maximum characters in the name of a namespace or document
-MAX_NAME = 128
 # control operations of the idle refresh
 REFRESH, READ = "refresh", "read"
 # control operation that computes exact KV to score an answer
 SCORE = "score"
 _OPS = ("pin", "delete", "list", REFRESH, READ, SCORE)
-OWN_FIELDS = ("policy", "reuse", "quality", "match", "namespace", "shared", "forced_output")
-QUALITIES = ("exact", "guarded", "fast")
-GUARDED = "guarded"
+OWN_FIELDS = tuple(declarations(RequestFields))
 
 
 @dataclass(frozen=True)
@@ -83,9 +81,7 @@ class RequestOptions:
     def parse(cls, given: Mapping[str, Any], default: "RequestOptions") -> "RequestOptions":
         """Return options from a request's parameters, all of them optional.
 
-        The form is `{"policy": name, "reuse": "auto" | "exact" | "off", "quality": "exact" |
-        "guarded" | "fast", "match": "exact" | "similar", "namespace": text, "shared": [text, ...],
-        "forced_output": [token id, ...], <policy option>: value}`. Reuse `off`, reuse `exact` and
+        They are those of `RequestFields`, and options of policies. Reuse `off`, reuse `exact` and
         quality `exact` mean the same.
 
         Policy options without a `policy`, or with the bare name of the default policy, change that
@@ -94,35 +90,24 @@ class RequestOptions:
         Raises:
             ValueError: a field does not exist or a value is not allowed; the message names it.
         """
-        name, reuse, namespace = (
-            given.get("policy"),
-            given.get("reuse", "auto"),
-            given.get("namespace", ""),
-        )
-        if not (name is None or isinstance(name, str)):
-            raise ValueError(f"policy must be a string, got {name!r}")
-        if reuse not in ("auto", "exact", "off"):
-            raise ValueError(f"reuse must be 'auto', 'exact' or 'off', got {reuse!r}")
+        asked = RequestFields(**{name: given[name] for name in OWN_FIELDS if name in given})
+        similar = wants_similar(asked.match, offered=default.match_similar, how=SERVE_SIMILAR)
 
-        quality = given.get("quality", GUARDED)
-        require_choice("quality", quality, QUALITIES)
-        check_name("namespace", namespace, may_be_empty=True)
-        similar = wants_similar(
-            given.get("match"), offered=default.match_similar, how=SERVE_SIMILAR
-        )
-
-        base = default.policy if name in (None, default.policy.name) else parse_policy(str(name))
-        options = {key: value for key, value in given.items() if key not in OWN_FIELDS}
+        is_default = asked.policy in (None, default.policy.name)
+        base = default.policy if is_default else parse_policy(str(asked.policy))
+        options = {name: value for name, value in given.items() if name not in OWN_FIELDS}
         policy = _changed(base, options)
-        shared, answer = (
-            _shared(given.get("shared")),
-            parse_forced_output(given.get("forced_output")),
+
+        return cls(
+            policy,
+            reuse=asked.reuse == "auto" and asked.quality != "exact",
+            quality=asked.quality,
+            namespace=asked.namespace,
+            match_similar=similar,
+            shared=None if asked.shared is None else tuple(asked.shared),
+            forced_output=tuple(asked.forced_output or ()),
+            profile=default.profile if policy == default.policy else None,
         )
-        profile = default.profile if policy == default.policy else None
-
-        is_exact = reuse != "auto" or quality == "exact"
-
-        return cls(policy, not is_exact, quality, namespace, similar, shared, answer, profile)
 
 
 @dataclass(frozen=True)
@@ -166,8 +151,7 @@ class Control:
         require_share("quota", quota)
         name, owner, adapter = (str(given.get(key, "")) for key in ("name", "owner", "adapter"))
         control = cls(str(given.get("op")), name, owner, quota, adapter)
-        if control.op not in _OPS:
-            raise ValueError(f"op must be {', '.join(_OPS[:-1])} or {_OPS[-1]}, got {control.op!r}")
+        one_of(*_OPS).check("op", control.op)
 
         return control
 
@@ -239,51 +223,3 @@ def _changed(policy: Policy, options: Mapping[str, Any]) -> Policy:
         return with_options(policy, options)
     except UnknownOption as error:
         raise ValueError(f"{error}; a request itself has {', '.join(OWN_FIELDS)}") from error
-
-
-def _shared(names: Any) -> tuple[str, ...] | None:
-    """Return the shared namespaces that a request names.
-
-    Raises:
-        ValueError: they are not a list of distinct names.
-    """
-    if names is None:
-        return None
-    if not isinstance(names, list):
-        raise ValueError(f"shared must be a list of names, got {str(names)[:40]!r}")
-    for name in names:
-        check_name("shared: a name", name)
-    if len(set(names)) < len(names):
-        raise ValueError("shared has a name twice")
-    return tuple(names)
-
-
-def parse_forced_output(given: Any) -> tuple[int, ...]:
-    """Return the token ids that an answer must begin with; empty for None.
-
-    Raises:
-        ValueError: `given` is not a non-empty list of token ids.
-    """
-    if given is None:
-        return ()
-    if (
-        not isinstance(given, list)
-        or not given
-        or not all(type(token) is int and token >= 0 for token in given)
-    ):
-        raise ValueError(f"forced_output must be a list of token ids, got {str(given)[:40]!r}")
-    return tuple(given)
-
-
-def check_name(what: str, value: Any, *, may_be_empty: bool = False) -> None:
-    """Raise ValueError unless `value` is a printable string of at most 128 characters."""
-    if (
-        not isinstance(value, str)
-        or len(value) > MAX_NAME
-        or not value.isprintable()
-        or not (value or may_be_empty)
-    ):
-        raise ValueError(
-            f"{what} must be a printable string of 1 to {MAX_NAME} characters, got "
-            f"{str(value)[:40]!r}"
-        )

@@ -16,7 +16,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor
 
-from kvgraft.vllm.options import KEY, parse_forced_output
+from kvgraft.vllm.options import KEY
+from kvgraft.vllm.request_fields import RequestFields
 
 logger = logging.getLogger("kvgraft")
 RAW = "raw_logprobs"
@@ -123,7 +124,7 @@ def _answer_of(params: SamplingParams, config: VllmConfig) -> tuple[int, ...]:
     if not isinstance(said, Mapping):
         return ()
     try:
-        answer = parse_forced_output(said.get("forced_output"))
+        answer = tuple(RequestFields(forced_output=said.get("forced_output")).forced_output or ())
         check_forced_output(answer, params, config)
         return answer
     except ValueError as error:
