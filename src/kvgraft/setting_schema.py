@@ -1,8 +1,9 @@
 """How an option is declared: one declaration gives its check, its flag, its help and its row in
 docs.
 
-Options are the fields of a frozen dataclass, made by `setting`. msgspec does not check them: its
-errors do not name the value, and its types cannot describe a path or a printable name.
+Options are the fields of a frozen dataclass, made by `setting`. An option that two surfaces have is
+declared once: inherited, or repeated by `same_as`. msgspec does not check values, because its
+errors do not name them, and its types cannot describe "a path or an object" or a printable name.
 """
 
 import math
@@ -144,10 +145,6 @@ def _plain(text: str) -> str:
     return _LINK.sub(r"\1", text).replace("`", "")
 
 
-def _is_struct(value: object) -> bool:
-    return isinstance(value, msgspec.Struct)
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -195,7 +192,10 @@ def list_of(kind: ValueType, words: str) -> ValueType:
 def or_object(kind: ValueType) -> ValueType:
     """Return the type of values that Python code may also give as the object that they name."""
     return replace(
-        kind, test=lambda value: kind.test(value) or is_dataclass(value) or _is_struct(value)
+        kind,
+        test=lambda value: (
+            kind.test(value) or is_dataclass(value) or isinstance(value, msgspec.Struct)
+        ),
     )
 
 
@@ -204,9 +204,7 @@ def with_keywords(
 ) -> Callable[[Init[First, Options]], Callable[Concatenate[Any, First, P], None]]:
     """Return a decorator of an `__init__` that takes options: their fields become its keywords."""
 
-    def decorate(
-        init: Init[First, Options],
-    ) -> Callable[Concatenate[Any, First, P], None]:
+    def decorate(init: Init[First, Options]) -> Callable[Concatenate[Any, First, P], None]:
         @wraps(init)
         def made(self: Any, first: First, *args: P.args, **keywords: P.kwargs) -> None:
             init(self, first, options(*args, **keywords))
