@@ -11,13 +11,14 @@ mask its padding.
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kvgraft.decode.emitters import CannotGenerate, emit, entries
+from kvgraft.decode.emitters import CannotGenerate, dots, emit, entries, entries_of
 from kvgraft.decode.flow import Program
 from kvgraft.decode.graph import Value
 from kvgraft.decode.planner import Group, Template, plan_cache, template_of
+from kvgraft.decode.shapes import block_axis
 from kvgraft.decode.writer import Writer, is_cache, is_of_model, power
 
-# entries of the largest tensor of a program, limited by the registers
+# entries of the largest tensor of a program, and of all that it loads, limited by the registers
 TILE_ENTRIES = 16384
 # the same limit for a tile of a single block
 MOST_ENTRIES = 4 * TILE_ENTRIES
@@ -88,7 +89,11 @@ def _source(group: Group, *, to_caches: bool) -> Source:
         value for value in group.values if to_caches or template_of(value) is not Template.QUERY
     ]
 
-    widest = max((entries(value) for value in of_blocks), default=1)
+    # The compiler loads all inputs of a tile before it uses the first, and `tl.dot` copies them.
+    # The kernel of a whole indexer (`fused.py`) names no inputs: it fits without this limit.
+    loaded = sum(entries_of(value) for value in group.inputs if block_axis(value.shape) is not None)
+    loaded *= 2 if any(dots(value) for value in group.values) else 1
+    widest = max([loaded, *(entries(value) for value in of_blocks)])
     tile = (
         min(MOST_BLOCKS, max(1, TILE_ENTRIES // power(widest)))
         if group.template is Template.CHUNK
@@ -98,8 +103,12 @@ def _source(group: Group, *, to_caches: bool) -> Source:
     writer = Writer(tile)
     for value in group.values:
         emit(writer, value)
-    for number, value in enumerate(group.outputs):
-        writer.store(f"out{number}", value, to_caches)
+        # what is stored at once leaves its registers to the values behind it
+        if value in group.outputs and not to_caches:
+            writer.store(f"out{group.outputs.index(value)}", value, cached=False)
+    # caches are stored last, because forward_cache may read what they held before
+    for number, value in enumerate(group.outputs if to_caches else ()):
+        writer.store(f"out{number}", value, cached=True)
 
     tensors = [
         (name, len(value.shape) - is_cache(value) + is_of_model(value))

@@ -8,6 +8,10 @@ from kvgraft.decode.graph import Value
 from kvgraft.decode.shapes import same_entries
 from kvgraft.decode.writer import Writer, number, power
 
+# least entries that `tl.dot` sums, and greatest number of parts that a sum is cut into
+LEAST_DOT = 16
+MOST_PARTS = 32
+
 
 class CannotGenerate(ValueError):
     """Error of a group that Triton cannot run on tensors whose sizes are powers of two."""
@@ -24,30 +28,33 @@ def emit(writer: Writer, value: Value) -> None:
     writer.define(value, _EMIT[kind](writer, value))
 
 
+def entries_of(value: Value) -> int:
+    """Return the entries of a value for a block, with padding."""
+    return math.prod(power(size) for size in value.shape[1:] if isinstance(size, int))
+
+
 def entries(value: Value) -> int:
     """Return the entries of the largest tensor that an operator needs for a block."""
-    num_entries = math.prod(power(size) for size in value.shape[1:] if isinstance(size, int))
-    shapes = [given.shape for given in value.inputs if isinstance(given, Value)]
-    widest = max(
-        [
-            num_entries,
-            *(math.prod(power(size) for size in x[1:] if isinstance(size, int)) for x in shapes),
-        ]
-    )
-    if value.made_by.name == "GeMM" and not _dots(value):
+    num_entries = entries_of(value)
+    given = [entries_of(given) for given in value.inputs if isinstance(given, Value)]
+    if value.made_by.name == "GeMM" and not dots(value):
         return num_entries * power(_size(_tensor(value), -1))
 
     return (
         num_entries * power(_size(value, _axis(value) + 1))
         if value.made_by.name == "Conv1d"
-        else widest
+        else max([num_entries, *given])
     )
 
 
-def _dots(value: Value) -> bool:
-    """Return whether a product is by one matrix, and sums over enough entries for `tl.dot` (16)."""
+def dots(value: Value) -> bool:
+    """Return whether `tl.dot` makes a product: by one matrix of several columns and enough
+    rows."""
+    if value.made_by.name != "GeMM":
+        return False
     x, y = _tensor(value), _tensor(value, 1)
-    return all(size == 1 for size in y.shape[:-2]) and power(_size(x, -1)) >= 16
+    one = all(size == 1 for size in y.shape[:-2])
+    return one and y.shape[-1] != 1 and power(_size(x, -1)) >= LEAST_DOT
 
 
 def _axis(value: Value) -> int:
@@ -114,14 +121,16 @@ def _interleave(writer: Writer, value: Value) -> str:
 def _product(writer: Writer, value: Value) -> str:
     (x, y), rank = (_tensor(value, at) for at in (0, 1)), len(value.shape) - 1
     a, b = writer.masked(x, rank - 1, 0.0, rank), writer.masked(y, rank - 2, 0.0, rank)
-    if _dots(value):
+    if dots(value):
         inner, columns = writer.shape(y.shape)[-2:]
-        rows = f"tl.reshape({a}, {[math.prod(writer.shape(x.shape)[:-1]), inner]})"
-        matrix = f"tl.reshape({b}, {[inner, columns]})"
-        return (
-            f"tl.reshape(tl.dot({rows}, {matrix}, input_precision='ieee'), "
-            f"{writer.shape(value.shape)})"
-        )
+        rows = math.prod(writer.shape(x.shape)[:-1])
+        # A thread holds all that it sums, and a row of 576 channels does not fit its registers. So
+        # the parts of a sum run side by side. Their results need registers, too.
+        part = min(inner, max(LEAST_DOT, inner // MOST_PARTS, columns))
+        left = f"tl.permute(tl.reshape({a}, {[rows, inner // part, part]}), [1, 0, 2])"
+        right = f"tl.reshape({b}, {[inner // part, part, columns]})"
+        product = f"tl.dot({left}, {right}, input_precision='ieee')"
+        return f"tl.reshape(tl.sum({product}, 0), {writer.shape(value.shape)})"
     outer = [":"] * (rank - 2)
     left, right = ", ".join([*outer, ":", ":", "None"]), ", ".join([*outer, "None", ":", ":"])
     return f"tl.sum({a}[{left}] * {b}[{right}], {rank - 1})"
