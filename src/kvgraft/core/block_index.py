@@ -32,7 +32,7 @@ class _Run:
     start: int
     length: int
     source_start: int
-    ids: np.ndarray
+    ids: list[int]
     depth: int
 
 
@@ -325,16 +325,20 @@ class VirtualBlockIndex:
         Args:
             ranks: order of the candidates' scopes; a source has one scope.
         """
+        if not len(ids):
+            return []
+
         entries, size, unclaimed = self._entries, self.block_size, prompt.unclaimed
         source, source_start = entries.source[ids], entries.source_start[ids]
         lines = np.stack((source, source_start - starts, starts))  # [3, n]
         order = np.lexsort((ids, *lines[::-1]))
-        repeated = (np.diff(lines[:, order]) == 0).all(axis=0)
-        order = np.delete(order, np.flatnonzero(repeated) + 1)
-        joined = (np.diff(lines[:, order]) == [[0], [0], [size]]).all(axis=0)
-        edges = np.concatenate(([0], np.flatnonzero(~joined) + 1, [len(order)]))
-        # no candidates if there are no blocks
-        candidates = np.stack((edges[:-1], edges[1:]), axis=1)[: len(order)]
+        steps = np.diff(lines[:, order])
+        # entries at one place of one source differ in their ids only: the first one counts
+        differs = steps.any(axis=0)
+        order, steps = order[np.append(True, differs)], steps[:, differs]
+        apart = (steps != [[0], [0], [size]]).any(axis=0)
+        edges = np.concatenate(([0], np.flatnonzero(apart) + 1, [len(order)]))
+        candidates = np.stack((edges[:-1], edges[1:]), axis=1)
         starts, ids, ranks, source_start = (
             starts[order],
             ids[order],
@@ -344,7 +348,13 @@ class VirtualBlockIndex:
         may_begin = (not prompt.query.require_clean_context) | (source_start == 0)
 
         return [
-            _Run(int(starts[at]), size * (stop - at), int(source_start[at]), ids[at:stop], depth)
+            _Run(
+                int(starts[at]),
+                size * (stop - at),
+                int(source_start[at]),
+                ids[at:stop].tolist(),
+                depth,
+            )
             for at, stop in longest_first(
                 starts, ids, ranks, candidates, may_begin, unclaimed, size
             )
@@ -366,11 +376,13 @@ class VirtualBlockIndex:
         )
         reach = np.logical_and.accumulate(equal, axis=1).sum(axis=1)
 
-        for row in np.flatnonzero(reach).tolist():
-            run, count = runs[row], claim(prompt.unclaimed, int(places[row]), int(reach[row]), step)
+        columns = (column.tolist() for column in (places, reach, near))
+        for run, place, most, entry in zip(runs, *columns, strict=True):
+            count = claim(prompt.unclaimed, place, most, step) if most else 0
+            if not count:
+                continue
             run.length += count
-            if count:
-                run.ids = np.concatenate((run.ids, near[row : row + 1])[::step])
+            run.ids.insert(len(run.ids) if step > 0 else 0, entry)
             if step < 0:
                 run.start, run.source_start = run.start - count, run.source_start - count
 
@@ -394,15 +406,12 @@ class VirtualBlockIndex:
         if not runs:
             return []
 
-        entries, ids = self._entries, np.concatenate([run.ids for run in runs])
+        entries, ids = self._entries, np.array([i for run in runs for i in run.ids], np.int32)
         stops = np.cumsum([len(run.ids) for run in runs])
-        firsts = np.append(0, stops[:-1])
-        pages = np.split(entries.page[ids], stops[:-1])
-        depths, sources = (
-            np.maximum.reduceat(entries.depth[ids], firsts),
-            entries.source[ids[firsts]],
-        )
+        firsts, pages = np.append(0, stops[:-1]), entries.page[ids]
+        depths = np.maximum.reduceat(entries.depth[ids], firsts)
+        columns = (c.tolist() for c in (firsts, stops, depths, entries.source[ids[firsts]]))
         return [
-            Match(run.start, run.length, run.source_start, *rest)
-            for run, *rest in zip(runs, pages, depths.tolist(), sources.tolist(), strict=True)
+            Match(run.start, run.length, run.source_start, pages[first:stop], depth, source)
+            for run, first, stop, depth, source in zip(runs, *columns, strict=True)
         ]

@@ -150,6 +150,9 @@ class Table(ABC):
         rows, ids = self._by_key.find(keys)
         ids = ids // self._keys_per_row
         live = self.live(ids)
+        if live.all():
+            return rows, ids, rows[:0], ids[:0]
+
         self._remove(np.unique(ids[~live]))
         return rows[live], ids[live], rows[~live], ids[~live]
 

@@ -19,7 +19,7 @@ from kvgraft.core.reuse_index import ReuseIndex
 from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.kv.heads import StreamLayout
 from kvgraft.kv.lists import LocalPages
-from kvgraft.kv.pages import PagePool
+from kvgraft.kv.pages import PagePool, distinct
 
 # Approximate blocks have random keys of this size in the prefix cache; no content hashes to them.
 KEY_BYTES = 32
@@ -46,7 +46,7 @@ class Reuse:
     @property
     def sources(self) -> np.ndarray:
         """Distinct pages that are grafted from, ascending: int64 [n]."""
-        return np.unique(
+        return distinct(
             np.concatenate([np.zeros(0, np.int64), *(match.pages for match in self.matches)])
         )
 

@@ -14,7 +14,7 @@ from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.engine.store_tier import StoreTier
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.lists import PageLists
-from kvgraft.kv.pages import PagePool, PoolExhausted
+from kvgraft.kv.pages import PagePool, PoolExhausted, distinct
 
 logger = logging.getLogger("kvgraft")
 NOTHING = Reuse({}, [], None, [])
@@ -47,7 +47,7 @@ class Memory:
         self.store = store
         self.fallbacks: Counter[str] = Counter()
         # Graft sources stay pinned from the match until they are copied.
-        self._pinned: dict[SequenceState, list[int]] = {}
+        self._pinned: dict[SequenceState, np.ndarray] = {}
 
     def admit(self, sequence: SequenceState, *, idle: bool) -> bool:
         """Plan a sequence and reserve its pages; False if it must wait for pages.
@@ -202,15 +202,15 @@ class Memory:
             (pages, np.array([reuse.hits[block] for block in reuse.copied], np.int64))
         )
         local = self.lookup.local_pages.of(owners)
-        sources = np.union1d(pages, local[local >= 0]).tolist()
-        held = [*reuse.hits.values(), *sources]
+        sources = distinct(np.concatenate((pages, local[local >= 0])))
+        held = np.concatenate((np.array(list(reuse.hits.values()), np.int64), sources))
         namespace, num_missing = sequence.request.namespace, self._num_missing(sequence, reuse)
         self.pool.acquire(held)
         if num_missing > self.pool.num_free + self.pins.num_sheddable(namespace):
             self.pool.release(held)
             return False
 
-        self.pool.hit_counts[np.array(held, np.int64)] += 1
+        self.pool.hit_counts[held] += 1
         self.refresh.note(sequence.scope, namespace, pages.tolist())
         # Pages that were just acquired are not shed.
         self.pins.shed(namespace, num_missing)
