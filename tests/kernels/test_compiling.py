@@ -100,7 +100,7 @@ FLOWS = """
 from kvgraft.decode.batch import Batch
 from kvgraft.decode.executor import HeadPages, fill, select
 from kvgraft.decode.flow import trace
-from kvgraft.decode.flows import FLOWS
+from kvgraft.flows import FLOWS
 from kvgraft.decode.fused import choose, kernels_of
 from every_flow import EVERY_FLOW
 from kvgraft.decode.planner import plan
