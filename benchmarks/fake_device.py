@@ -69,7 +69,7 @@ CAPABILITY = (9, 0)
 LAUNCHED = {
     align: ("_align_copy", "_align_paged"),
     attention: ("_segpaged", "_join"),
-    changes: ("_average_changes", "_copy_changed", "_kv_changes"),
+    changes: ("_anchors_nearby", "_average_changes", "_copy_changed", "_kv_changes"),
     mass: ("_weigh", "_receive"),
     rows: ("_add_norm", "_move_rows", "_norm_rotate", "_silu_mul"),
     sparse: ("_sparse", "_join"),
@@ -193,6 +193,7 @@ class FakeDevice(TorchDispatchMode):
         self._interprets = interprets
         self._graph: FakeGraph | None = None  # that is being captured
         self._operations: list[Operation] | None = None
+        self._num_waits = 0
         self._patches = ExitStack()
         self._row_bytes: int | None = None  # by the kernel that is being launched, if that is known
         self._layouts: dict[int, tuple[AttentionLayout, AttentionLayout]] = {}
@@ -233,6 +234,7 @@ class FakeDevice(TorchDispatchMode):
         graph."""
         if self._graph is not None and kind in (Kind.WAIT, Kind.UPLOAD, Kind.WAITING_UPLOAD):
             raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
+        self._num_waits += kind is Kind.WAIT
         if self._operations is not None:
             self._operations.append(Operation(kind, name, nbytes, _functions()))
 
@@ -503,7 +505,13 @@ class FakeDevice(TorchDispatchMode):
 
     def _event(self) -> Any:
         self.count(Kind.EVENT, "record")
-        wait = lambda: self.count(Kind.WAIT, "event")  # noqa: E731
+        num_waits = self._num_waits
+
+        def wait() -> None:
+            # There is one stream: who has waited since then need not wait for the event.
+            if self._num_waits == num_waits:
+                self.count(Kind.WAIT, "event")
+
         return SimpleNamespace(synchronize=wait, elapsed_time=lambda other: 0.0)
 
     def _launcher(self, name: str, kernel: Any) -> Any:
@@ -548,6 +556,7 @@ class FakeDevice(TorchDispatchMode):
             "add_norm": torch_rows.add_norm,
             "align_copy": cpu_align.align_copy,
             "align_paged": torch_align.align_paged,
+            "anchors_nearby": torch_changes.anchors_nearby,
             "attention_mass": cpu_attention.attention_mass,
             "average_changes": torch_changes.average_changes,
             "block_sparse_attention": cpu_sparse.block_sparse_attention,
@@ -587,7 +596,8 @@ class FakeDevice(TorchDispatchMode):
         known, held = self._layouts.get(id(layout), (None, None))
         if known is not layout or held is None:
             contexts = tuple(
-                Context(context.positions, _held(context.slots)) for context in layout.contexts
+                Context(_held(context.positions), _held(context.slots))
+                for context in layout.contexts
             )
             held = AttentionLayout(contexts, layout.sinks, layout.window)
             self._layouts = {id(layout): (layout, held)}

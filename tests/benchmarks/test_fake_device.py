@@ -29,16 +29,18 @@ LAYERS, TOKENS = 8, 512
 PAGES, ROOM = 400, 8192
 # what a recovery of one prompt asks of a device at most: launches, waits inside, uploads that wait
 BARS = {
-    "full": (109, 0, 0),
-    "naive": (118, 0, 0),
-    "epic": (118, 0, 0),
-    "spread": (231, 3, 0),
-    "transitive": (194, 3, 0),
-    "sparsex": (132, 1, 0),
-    "cacheblend": (139, 2, 0),
+    "full": (107, 0, 0),
+    "naive": (115, 0, 0),
+    "epic": (115, 0, 0),
+    "spread": (260, 0, 0),
+    "transitive": (188, 3, 0),
+    "sparsex": (128, 1, 0),
+    "cacheblend": (135, 2, 0),
+    "prophet": (278, 0, 0),
 }
 # KB a grafted token and layer; here tables of RoPE weigh more than in a model
-MOVED = {"naive": 8.8, "spread": 14.2}
+# (with tokens that are recomputed, which the kernel of `spread` leaves out)
+MOVED = {"naive": 8.8, "spread": 14.8}
 # launches
 A_LAYER = {"full": 12, "naive": 12, "epic": 12, "sparsex": 12, "cacheblend": 12, "spread": 15.5}
 FEW_LAYERS = 2
@@ -89,11 +91,15 @@ def answers(model: Path, device: str) -> dict[str, tuple[torch.Tensor, int]]:
 
 
 def test_every_policy_computes_on_it_what_it_computes_on_the_cpu(models: list[Path]):
+    """Bit by bit, or in other batches of rows where the device chooses tokens."""
     expected = answers(models[0], "cpu")
     with torch.inference_mode(), FakeDevice():
         found = answers(models[0], "cuda")
     for policy in POLICIES:
-        assert torch.equal(found[policy][0], expected[policy][0]), policy
+        if policy in ("spread", "prophet"):
+            torch.testing.assert_close(found[policy][0], expected[policy][0], atol=0.01, rtol=0)
+        else:
+            assert torch.equal(found[policy][0], expected[policy][0]), policy
         assert found[policy][1] == expected[policy][1], policy
     assert expected["spread"][1] > 0
 

@@ -95,7 +95,7 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]
     """Have the CPU run Triton's kernels from when this is called."""
 
     def switch() -> None:
-        monkeypatch.setattr(dispatch, "_has_triton", lambda device_type: True)
+        monkeypatch.setattr(dispatch, "has_triton", lambda device_type: True)
         dispatch.kernel.cache_clear()
 
     yield switch

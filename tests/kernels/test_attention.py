@@ -458,6 +458,23 @@ def test_prompts_end_to_end_score_as_each_alone(implementation: str, reduction: 
 
 @pytest.mark.parametrize("reduction", ["sum", "max"])
 @pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
+def test_a_query_in_front_of_its_prompt_asks_for_nothing(implementation: str, reduction: str):
+    torch.manual_seed(5)
+    query, keys = torch.randn(9, 4, 32, device=DEVICE), torch.randn(110, 2, 32, device=DEVICE)
+    positions = torch.tensor([-1, -1, 3, 60, -1, -1, 9, 10, 39], device=DEVICE)
+    found = attention_mass(
+        query, keys, positions, 0.2, reduction, [(4, 70), (5, 40)], implementation=implementation
+    )
+    asking = positions >= 0
+    expected = attention_mass(
+        query[asking], keys, positions[asking], 0.2, reduction, [(2, 70), (3, 40)],
+        implementation="reference",
+    )  # fmt: skip
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "max"])
+@pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
 def test_nobody_asks(implementation: str, reduction: str):
     """As for a prompt of a batch in which a round has found nothing more."""
     query, keys = torch.zeros(0, 4, 16, device=DEVICE), torch.ones(9, 2, 16, device=DEVICE)

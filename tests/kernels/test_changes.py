@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from devices import DEVICE
-from kvgraft.kernels.changes import average_changes, copy_changed, kv_changes
+from kvgraft.kernels.changes import anchors_nearby, average_changes, copy_changed, kv_changes
 from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kv.rope import Rope, rotate
 
@@ -45,6 +45,10 @@ def turned(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     return rotate(x.float()[:, None], *turn)[:, 0]
 
 
+def turned_back(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    return turned(x, (turn[0], -turn[1]))
+
+
 @every_implementation
 @every_dtype
 @with_or_without_values
@@ -52,14 +56,14 @@ def turned(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
 def test_changes(implementation: str, dtype: torch.dtype, num_pools: int, n: int, dim: int) -> None:
     pools, (new, old) = pools_of(dtype, dim, num_pools), slots(n)
     old[1, n // 2] = -1  # lost by one list
-    new_turn, old_turn = (Rope(dim).table(-torch.arange(n, device=DEVICE) * by) for by in (7, 11))
+    new_turn, old_turn = (Rope(dim).table(torch.arange(n, device=DEVICE) * by) for by in (7, 11))
     found = kv_changes(
         pools, HEADS, (new, new_turn), (old, old_turn), implementation=implementation
     )
     for head, (stream, page_list) in enumerate(zip(HEADS.streams, HEADS.page_lists, strict=True)):
         now, was = ([pool[stream, at[page_list]] for pool in pools] for at in (new, old))
         expected = torch.cat(
-            [turned(now[0], new_turn) - turned(was[0], old_turn)]
+            [turned_back(now[0], new_turn) - turned_back(was[0], old_turn)]
             + [a.float() - b.float() for a, b in zip(now[1:], was[1:], strict=True)], -1,
         )  # fmt: skip
         expected[old[page_list] < 0] = 0.0
@@ -73,6 +77,56 @@ def test_averages(implementation: str) -> None:
     expected = np.einsum("cw,hcwd->hcd", weights.cpu(), changes.cpu()[:, around.cpu()])
     found = average_changes(changes, around, weights, implementation=implementation)
     np.testing.assert_allclose(found.cpu(), expected, atol=1e-5)
+
+
+@every_implementation
+@pytest.mark.parametrize("num_tokens", [12, 150, 700])
+@pytest.mark.parametrize("share_of_anchors", [0.05, 0.4])
+def test_anchors_nearby(implementation: str, num_tokens: int, share_of_anchors: float) -> None:
+    """Against what `Spreading` says of averages and sides, in a loop."""
+    random = np.random.default_rng(num_tokens)
+    segments = np.sort(random.integers(0, 6, num_tokens))
+    is_anchor = random.random(num_tokens) < share_of_anchors
+    is_anchor[:2], segments[:2] = True, 0
+    # the last places are no anchors, and in no segment
+    anchors = np.concatenate([np.flatnonzero(is_anchor), [num_tokens, num_tokens]])
+    own = np.append(segments, -1)[anchors]
+    others = np.flatnonzero(~is_anchor)
+    around, weights, sides, behind = anchors_nearby(
+        (torch.from_numpy(anchors).to(DEVICE), torch.from_numpy(own).to(DEVICE)),
+        (torch.from_numpy(others).to(DEVICE), torch.from_numpy(segments[others]).to(DEVICE)),
+        20.0, 0.5, 3, 3,
+        implementation=implementation,
+    )  # fmt: skip
+    averaging = np.zeros((len(anchors), len(anchors)))
+    np.add.at(averaging, (np.arange(len(anchors))[:, None], around.cpu()), weights.cpu())
+    for row in range(len(anchors) - 2):
+        near = [
+            other
+            for other in range(row - 3, row + 4)
+            if 0 <= other < len(anchors) and own[other] == own[row]
+        ]
+        expected = np.zeros(len(anchors))
+        expected[near] = np.exp(-np.abs(anchors[near] - anchors[row]) / 20.0)
+        np.testing.assert_allclose(averaging[row], 0.5 * expected / expected.sum(), atol=1e-6)
+    for token, (first, second), weight in zip(
+        others, sides.T.tolist(), behind.tolist(), strict=True
+    ):
+        mine = np.flatnonzero(own == segments[token])
+        if len(mine) < 3:
+            assert (first, second) == (-1, -1)
+            continue
+        before, after = mine[anchors[mine] < token], mine[anchors[mine] > token]
+        if len(before):
+            assert first == before[-1]
+        if len(after):
+            assert second == after[0]
+        expected = (
+            (token - anchors[first]) / (anchors[second] - anchors[first])
+            if len(before) and len(after)
+            else float(len(after) > 0)
+        )
+        assert weight == pytest.approx(expected, abs=1e-6)
 
 
 @every_implementation

@@ -46,7 +46,8 @@ for dtype in DTYPES:
             source, target = ((slots, turn) for slots in torch.arange(6).view(2, 1, 3))
             told = torch.zeros(8, 3, dim * count)
             changes.kv_changes(pools, heads, target, source, implementation="triton")
-            around = torch.zeros(3, 17, dtype=torch.int64), torch.zeros(3, 17)
+            both = (torch.arange(3), torch.arange(3)), (torch.arange(9), torch.arange(9))
+            around = changes.anchors_nearby(*both, 64.0, 0.5, 8, 3, implementation="triton")[:2]
             changes.average_changes(told, *around, implementation="triton")
             sides = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3)
             changes.copy_changed(pools, heads, source, target, told, *sides, implementation="triton")
@@ -54,7 +55,7 @@ for dtype in DTYPES:
     rows.add_norm(states, states, weight, 1e-6, implementation="triton")
     rows.silu_mul(states, implementation="triton")
 """
-CHANGES = ("_average_changes", "_copy_changed", "_kv_changes")
+CHANGES = ("_anchors_nearby", "_average_changes", "_copy_changed", "_kv_changes")
 TOPK = """
 for remap in (False, True):
     scores, lengths = torch.zeros(2, 3000), torch.ones(2, dtype=torch.int64)
@@ -116,7 +117,7 @@ def compile_flow(name, dim, group):
     batch = Batch(torch.arange(90)[None], torch.tensor([85 * 16]), 16)
     query = torch.zeros(1, group, dim)
     select(program, plan(program), query, pool, batch, implementation="triton")
-    dispatch._has_triton = lambda device: True
+    dispatch.has_triton = lambda device: True
     if (kernels := kernels_of(program)) is not None:
         choose(kernels, program, query, pool, batch)
     return program, pool
@@ -152,9 +153,12 @@ for tokens in (1, 3, 16, 48, 101):
     for anchors in (2, 16, 33):
         few, own = torch.arange(anchors)[None], (torch.zeros(anchors, 64), torch.zeros(anchors, 64))
         changes.kv_changes(pools, heads, (few, own), (few, own), implementation="triton")
-        told, around = torch.zeros(8, anchors, 256), torch.zeros(anchors, 17, dtype=torch.int64)
-        changes.average_changes(told, around, torch.zeros(anchors, 17), implementation="triton")
-        sides = torch.zeros(2, tokens, dtype=torch.int64), torch.zeros(tokens)
+        told = torch.zeros(8, anchors, 256)
+        *around, sides, behind = changes.anchors_nearby(
+            (few[0], few[0]), (at[0], at[0]), 64.0, 0.5, 8, 3, implementation="triton"
+        )
+        changes.average_changes(told, *around, implementation="triton")
+        sides = sides, behind
         changes.copy_changed(pools, heads, (at, turn), (at, turn), told, *sides, implementation="triton")
 """
 SETUP = """

@@ -91,7 +91,7 @@ def test_kernels_take_it(layout: str, implementation: str):
     changes = kv_changes(
         pools, own.heads, (new, turn), (old, turn), implementation=implementation
     ).cpu()
-    turned = [rotate(part, *Rope(DIM).table(positions)) for part in (before[0], keys)]
+    turned = [rotate(part, *Rope(DIM).table(-positions)) for part in (before[0], keys)]
     wanted = torch.cat((turned[0] - turned[1], before[1] - values), -1).transpose(0, 1)
     torch.testing.assert_close(changes, wanted, atol=1e-5, rtol=1e-5)
 

@@ -161,7 +161,7 @@ class Layer:
 )
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ours, in plain torch or in Triton's interpreter."""
-    monkeypatch.setattr(dispatch, "_has_triton", lambda device_type: request.param == "triton")
+    monkeypatch.setattr(dispatch, "has_triton", lambda device_type: request.param == "triton")
     dispatch.kernel.cache_clear()
     yield request.param
     dispatch.kernel.cache_clear()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvgraft.core.plan import Plan
 from kvgraft.prefill.context import Heads, Hidden, Policy, PrefillContext, Reduction
+from kvgraft.prefill.device_tokens import TokenSet
 from kvgraft.prefill.spreading import Spreading
 
 
@@ -117,7 +118,7 @@ class Recording(PrefillContext):
         )
         self._inner, self._record, self._score_layers = inner, record, score_layers
 
-    def embed(self, where: Tensor) -> Hidden:
+    def embed(self, where: TokenSet) -> Hidden:
         return self._inner.embed(where)
 
     def graft(self, layers: range) -> None:

@@ -285,9 +285,7 @@ class Plan:
         Tokens that are grafted in place count as `in_place` tokens each.
         """
         weights = torch.where(self.in_place, in_place, 1.0).double() * among
-        counts = [
-            int(np.ceil(share * float(weights[prompt].sum()) - 1e-9)) for prompt in self.prompts
-        ]
+        counts = share_of([float(weights[prompt].sum()) for prompt in self.prompts], share)
         return self._top(scores, counts, among)
 
     def top(self, scores: Tensor, count: int, among: Tensor) -> Tensor:
@@ -348,6 +346,11 @@ class Plan:
             if chosen[prompt].any():
                 reached[prompt] = scores[prompt] >= scores[prompt][chosen[prompt]].min()
         return reached
+
+
+def share_of(weights: Sequence[float], share: float) -> list[int]:
+    """Return a share of the candidates of each prompt, rounded up."""
+    return [int(np.ceil(share * weight - 1e-9)) for weight in weights]
 
 
 def _spans(kinds: np.ndarray) -> list[Span]:

@@ -11,17 +11,19 @@ from torch import Tensor
 
 from kvgraft.core.plan import Plan
 from kvgraft.engine.decoder import Decoder
-from kvgraft.kernels.dispatch import align_copy, segpaged_attention
+from kvgraft.engine.flops import FlopCounts, SeenKeys
+from kvgraft.kernels.dispatch import align_copy, has_triton, segpaged_attention
 from kvgraft.kernels.heads import LayerHeads
-from kvgraft.kernels.layout import AttentionLayout, PassRows
+from kvgraft.kernels.layout import AttentionLayout, Context, PassRows
 from kvgraft.kernels.memoised import memoised
 from kvgraft.kernels.upload import upload
 from kvgraft.kv.cache import KVCache
 from kvgraft.kv.heads import HeadMap
 from kvgraft.kv.rope import rotate
-from kvgraft.prefill.context import Heads, Hidden, Reduction
+from kvgraft.prefill.context import DeviceHidden, Heads, Hidden, Reduction
+from kvgraft.prefill.device_tokens import DeviceTokens, TokenSet, are_equal
 from kvgraft.prefill.paged import PagedPrefill
-from kvgraft.prefill.spreading import Spreading
+from kvgraft.prefill.spreading import DeviceSpreading, Spreading
 from kvgraft.prefill.spreading_rows import SpreadingRows
 
 
@@ -30,22 +32,27 @@ class Rows:
 
     def __init__(
         self,
-        where: Tensor,
-        positions: Sequence[Tensor],
-        slots: Sequence[Tensor],
+        tokens: TokenSet,
+        contexts: Sequence[tuple[int, Context]],
+        num_prompts: int,
         decoder: Decoder,
-        head_map: HeadMap | None,
+        windows: tuple[int, int],
         on_device: PassRows,
     ) -> None:
-        self.where = where
-        sinks, window = (head_map.sinks, head_map.window) if head_map else (0, 1)
-        self.counts = np.array([p.numel() for p in positions])  # per prompt
-        # keys that the queries of a prompt see together
-        self.seen = np.array([int((p + 1).sum()) for p in positions])
-        self.seen_locally = np.array(
-            [int((p + 1).clamp(max=sinks + window).sum()) for p in positions]
-        )
-        self.layout = AttentionLayout.of(positions, slots, sinks, window, on_device)
+        self.tokens = tokens
+        self.counts, whole, local = np.zeros((3, num_prompts), np.int64)
+        unread = []
+        for prompt, context in contexts:
+            self.counts[prompt] += context.positions.numel()
+            if context.bound is None:
+                whole[prompt] = int((context.positions + 1).sum())
+                local[prompt] = int((context.positions + 1).clamp(max=sum(windows)).sum())
+            else:
+                unread += [prompt] * context.positions.numel()
+        found = (on_device.positions[-len(unread) :], np.array(unread)) if unread else None
+        self.seen = SeenKeys(whole, local, found)
+        own = tuple(context for _, context in contexts)
+        self.layout = AttentionLayout(own, *windows, on_device)
         longest = max((context.seen for context in self.layout.contexts), default=1)
         self.cos, self.sin = decoder.config.rope.fresh_table(self.layout.query_positions, longest)
 
@@ -60,8 +67,7 @@ class NativePrefill(PagedPrefill):
             one.
 
     Attributes:
-        attention_flops, ffn_flops: int64, per prompt the floating-point operations of all layers
-            and scores: of the attention block with its projections, and of the FFN.
+        flops: floating-point operations of each prompt.
     """
 
     def __init__(
@@ -89,12 +95,22 @@ class NativePrefill(PagedPrefill):
         self._grafted = False
         # layer, input, queries, keys and values
         self._projected: tuple[int, Hidden, tuple[Tensor, ...]] | None = None
-        self.attention_flops = np.zeros(len(plan.lengths), np.int64)
-        self.ffn_flops = np.zeros(len(plan.lengths), np.int64)
+        self.flops = FlopCounts(len(plan.lengths), sum(self._windows))
 
-    def embed(self, where: Tensor) -> Hidden:
+    @property
+    def chooses_on(self) -> torch.device | None:
+        device = self._decoder.device
+        # Kernels of the CPU must know the positions of all queries.
+        return device if has_triton(device.type) else None
+
+    def embed(self, where: TokenSet) -> Hidden:
+        if isinstance(where, DeviceTokens):
+            return DeviceHidden(self._decoder.embed(self._about(where)[-1]), where)
         [tokens] = upload(self._decoder.device, self.token_ids[where])
         return Hidden(self._decoder.embed(tokens), where)
+
+    def settled(self, tokens: TokenSet) -> TokenSet:
+        return tokens
 
     def graft(self, layers: range) -> None:
         if not self.plan.graft_targets.numel():
@@ -134,9 +150,9 @@ class NativePrefill(PagedPrefill):
         with self._timed(self._stage(hidden)):
             rows, query = self._project(index, hidden)
             if spreading is not None:
-                self._spreading_rows(spreading).apply(self._cache.pools, heads)
+                self._spreading_rows(spreading, hidden.tokens).apply(self._cache.pools, heads)
             attended = self._attend(index, rows, query, heads)
-            self.ffn_flops += rows.counts * self._decoder.config.ffn_flops(index)
+            self.flops.ffn += rows.counts * self._decoder.config.ffn_flops(index)
             return hidden.with_states(self._decoder.after_attention(index, hidden.states, attended))
 
     def project(self, index: int, hidden: Hidden) -> None:
@@ -149,8 +165,9 @@ class NativePrefill(PagedPrefill):
 
     def attend(self, index: int, hidden: Hidden, local: Heads) -> Hidden:
         with self._timed(self._stage(hidden)):
-            computed_at, where, query = self._last_query()
-            if computed_at != index or self._rows is None or not where.equal(hidden.where):
+            computed_at, tokens, query = self._last_query()
+            is_same = are_equal(tokens, hidden.tokens)
+            if computed_at != index or self._rows is None or not is_same:
                 raise ValueError(f"layer {index} has no projection of these tokens")
             heads = replace(self._cache.layout.layers[index], local=local)
             attended = self._attend(index, self._rows, query, heads)
@@ -159,19 +176,34 @@ class NativePrefill(PagedPrefill):
     def feed_forward(self, index: int, hidden: Hidden, where: Tensor) -> Hidden:
         with self._timed(self._stage(hidden)):
             part = hidden.only(where)
-            counts = np.array([p.numel() for p in self._rows_of(where)])
-            self.ffn_flops += counts * self._decoder.config.ffn_flops(index)
+            self.flops.ffn += self._counts_of(where) * self._decoder.config.ffn_flops(index)
             states = hidden.states.clone()
             states[where[hidden.where]] = self._decoder.feed_forward(index, part.states)
             return hidden.with_states(states)
 
-    def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
+    def _scores(self, index: int, queries: TokenSet, reduction: Reduction) -> Tensor:
         """Compute Sparse-Q scores as the protocol defines, and count the operations of their
         logits."""
-        grafted = np.array([bool(self.plan.grafted[prompt].any()) for prompt in self.plan.prompts])
-        seen = np.array([int((positions + 1).sum()) for positions in self._rows_of(queries)])
-        self.attention_flops += grafted * seen * (self._decoder.config.attention_flops // 2)
-        return super().scores(index, queries, reduction)
+        scores = super()._scores(index, queries, reduction)
+        if isinstance(queries, Tensor):
+            asking = self._rows_of(queries & self._has_grafts)
+            seen = np.array([int((positions + 1).sum()) for positions in asking])
+            self.flops.attend(SeenKeys(seen, seen), self._score_flops)
+        return scores
+
+    def _count_scores(self, positions: Tensor, counts: np.ndarray) -> None:
+        none = np.zeros_like(counts)
+        asking = positions, np.repeat(np.arange(len(counts)), counts)
+        self.flops.attend(SeenKeys(none, none, asking), self._score_flops)
+
+    @property
+    def _windows(self) -> tuple[int, int]:
+        """Sinks and window of local heads."""
+        return (self.head_map.sinks, self.head_map.window) if self.head_map else (0, 1)
+
+    @property
+    def _score_flops(self) -> int:
+        return self._decoder.config.attention_flops // 2
 
     def rotate_keys(self, shifts: Tensor) -> Callable[[int, Tensor], Tensor]:
         cos, sin = self._decoder.config.rope.table(shifts.to(self._decoder.device))
@@ -190,13 +222,10 @@ class NativePrefill(PagedPrefill):
     def _project(
         self, index: int, hidden: Hidden, reused: Heads = (), kept: Tensor | None = None
     ) -> tuple[Rows, Tensor]:
-        if self._rows is None or not self._rows.where.equal(hidden.where):
-            positions, on_device = self._rows_of(hidden.where), self._on_device(hidden.where)
-            self._rows = Rows(
-                hidden.where, positions, self._slots, self._decoder, self.head_map, on_device
-            )
-
         rows = self._rows
+        if rows is None or not are_equal(rows.tokens, hidden.tokens):
+            self._rows = rows = self._made_rows(hidden.tokens)
+
         if (
             self._projected is None
             or self._projected[0] != index
@@ -208,7 +237,7 @@ class NativePrefill(PagedPrefill):
                 self._decoder.project(index, hidden.states, rows.cos, rows.sin),
             )
             self._cache.write_residual(index, rows.layout.query_slots, hidden.states)
-            self.attention_flops += rows.counts * self._decoder.config.project_flops
+            self.flops.attention += rows.counts * self._decoder.config.project_flops
 
         query, keys, values = self._projected[2]
         if kept is not None and any(reused):
@@ -223,16 +252,39 @@ class NativePrefill(PagedPrefill):
             )
 
         self._cache.write(index, rows.layout.query_slots, keys, values)
-        self._query = (index, hidden.where, query)
+        self._query = (index, hidden.tokens, query)
         return rows, query
 
-    def _on_device(self, where: Tensor) -> PassRows:
-        [positions] = upload(self._decoder.device, self.plan.positions[where])
-        stacked = self._stacked_slots
-        held = [number for number, prompt in enumerate(self.plan.prompts) if where[prompt].any()]
-        if len(held) < len(stacked):
-            stacked = stacked[upload(stacked.device, torch.tensor(held, dtype=torch.int64))[0]]
-        return PassRows(positions, self._slots_of(where), stacked)
+    def _made_rows(self, tokens: TokenSet) -> Rows:
+        plan, device = self.plan, self._decoder.device
+        known, found = (tokens, ()) if isinstance(tokens, Tensor) else (tokens.known, tokens.found)
+        if isinstance(tokens, Tensor):
+            given = plan.positions[tokens], tokens.nonzero()[:, 0]
+            positions, places = upload(device, *given)
+            slots = self._flat_slots[:, places]
+        else:
+            *_, positions, _ = about = self._about(tokens)
+            slots = about[:-2]
+        self._found.append((tokens, slots))
+
+        contexts = [
+            (number, Context(own, slots))
+            for number, (own, slots) in enumerate(
+                zip(self._rows_of(known), self._slots, strict=True)
+            )
+            if own.numel()
+        ]
+        first = len(positions) - sum(len(part.tokens) for part in found)
+        for part in found:
+            for number, count in enumerate(part.counts):
+                if count:
+                    own, bound = positions[first : first + count], plan.lengths[number]
+                    contexts.append((number, Context(own, self._slots[number], bound)))
+                    first += count
+
+        prompts = tuple(number for number, _ in contexts)
+        on_device = PassRows(positions, slots, self._stacked_slots, prompts)
+        return Rows(tokens, contexts, len(plan.lengths), self._decoder, self._windows, on_device)
 
     def _attend(self, index: int, rows: Rows, query: Tensor, heads: LayerHeads) -> Tensor:
         """Attention of the rows, [n, Hq * d]."""
@@ -242,10 +294,10 @@ class NativePrefill(PagedPrefill):
         )
         self.computed += rows.counts
         num_local = sum(heads.local)
-        # pairs of query and key, summed over the KV heads
-        seen = rows.seen * (self.num_kv_heads - num_local) + rows.seen_locally * num_local
-        self.attention_flops += seen * (config.attention_flops // self.num_kv_heads)
-        self.attention_flops += rows.counts * config.output_flops
+        # operations of a query and key in one KV head
+        pair = config.attention_flops // self.num_kv_heads
+        self.flops.attend(rows.seen, pair * (self.num_kv_heads - num_local), pair * num_local)
+        self.flops.attention += rows.counts * config.output_flops
         return attended
 
     @cached_property
@@ -254,12 +306,28 @@ class NativePrefill(PagedPrefill):
         tables that rotate their keys, float32 [g, d / 2]."""
         targets = self._slots_of(self.plan.grafted & ~self.plan.in_place)
         segments = self.plan.segments[self.plan.graft_targets]
-        table = self._decoder.config.rope.table(self.plan.segment_shifts)
-        sources, segments, cos, sin = upload(targets.device, self._sources, segments, *table)
-        return sources, targets, cos[segments], sin[segments]
+        table = torch.stack(self._decoder.config.rope.table(self.plan.segment_shifts))
+        sources, segments, table = upload(targets.device, self._sources, segments, table)
+        return sources, targets, *table[:, segments]
 
     @memoised
-    def _spreading_rows(self, spreading: Spreading) -> SpreadingRows:
+    def _about(self, tokens: DeviceTokens) -> Tensor:
+        """Slots, positions and ids of these tokens: int64 [lists + 2, n]."""
+        return self._about_all[:, self._indices(tokens)]
+
+    @cached_property
+    def _about_all(self) -> Tensor:
+        own = torch.stack([self.plan.positions, self.token_ids])
+        return torch.cat([self._flat_slots, *upload(self._decoder.device, own)])
+
+    @memoised
+    def _spreading_rows(self, spreading: Spreading, computed: TokenSet) -> SpreadingRows:
+        if isinstance(spreading, DeviceSpreading) and isinstance(computed, DeviceTokens):
+            num_found = int(spreading.chosen.found_counts.sum())
+            found = self._indices(computed)
+            found = found[len(found) - num_found :]
+            given = self._sources, self._decoder.config.rope, self._flat_slots
+            return SpreadingRows.of_found(spreading, found, *given)
         slots = (self._slots_of(where) for where in (spreading.anchors, spreading.copied))
         return SpreadingRows.of(
             self.plan, spreading, self._sources, self._decoder.config.rope, *slots

@@ -325,19 +325,22 @@ class Scheduler:
 
     def _report(self, ctx: NativePrefill, hidden: Hidden, sequences: list[SequenceState]) -> None:
         """Add what a pass has computed to the reports of its sequences."""
+        # Wait for the last event before anything is read, so that reading waits for nothing else.
+        stages = [ctx.seconds_of(number) for number in range(len(sequences))]
+        ctx.flops.settle()
         recomputed = hidden.where & ctx.plan.grafted
         for i, (sequence, prompt) in enumerate(zip(sequences, ctx.plan.prompts, strict=True)):
             report = sequence.report
             report.recomputed_tokens = int(recomputed[prompt].sum())
             report.computed_share += int(ctx.computed[i]) / (sequence.num_prompt * ctx.num_layers)
             self.memory.lookup.learn(sequence, int(ctx.computed[i]) / ctx.num_layers)
-            report.ffn_flops += int(ctx.ffn_flops[i])
-            report.flops += int(ctx.attention_flops[i] + ctx.ffn_flops[i])
+            report.ffn_flops += int(ctx.flops.ffn[i])
+            report.flops += int(ctx.flops.attention[i] + ctx.flops.ffn[i])
             report.counts.update(ctx.counts[i])
             if num_rejected := int(ctx.rejected[prompt].sum()):
                 report.counts["rejected_tokens"] = num_rejected
                 self.memory.fallbacks["probe"] += 1
-            for stage, seconds in ctx.seconds_of(i).items():
+            for stage, seconds in stages[i].items():
                 report.stages[stage] = report.stages.get(stage, 0.0) + seconds
 
     def _decode(self, sequences: list[SequenceState]) -> None:

@@ -26,7 +26,7 @@ def kv_changes(
     Args:
         pools: keys and values, or keys alone (MLA), [streams, num_slots, d] each.
         heads: streams and page lists of the layer's KV heads.
-        new: slots int64 [lists, c], and the tables that rotate their keys to position 0.
+        new: slots int64 [lists, c], and the tables of their positions. Keys are rotated back.
         old: the same for the first computation. A slot of -1 is lost, and its change is 0.
         implementation: reference | triton; by default the device decides.
 
@@ -83,3 +83,34 @@ def copy_changed(
     """
     run = dispatch.kernel("copy_changed", pools[0].device.type, implementation)
     run(pools, heads, source, target, changes, sides, weights)
+
+
+def anchors_nearby(
+    anchors: tuple[Tensor, Tensor],
+    tokens: tuple[Tensor, Tensor],
+    distance: float,
+    share: float,
+    averaged: int,
+    fewest: int,
+    *,
+    implementation: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return which anchors change which tokens, and how much (docs/policies.md, `spread`).
+
+    Args:
+        anchors: places int64 [c], ascending, c > 0, and the segment of each, int64 [c]; -1 for one
+            that changes nothing. Anchors of a segment lie together.
+        tokens: places int64 [n] and segments int64 [n] of the other tokens, none of them -1.
+        distance: distance between places at which an anchor has weight 1/e in an average.
+        share: share of a change that is applied.
+        averaged: number of anchors on each side over which a change is averaged.
+        fewest: number of anchors below which a segment is not changed.
+        implementation: reference | triton; by default the device decides.
+
+    Returns:
+        `around` and `weights` of `average_changes`, w = 2 * averaged + 1; `sides` and `weights` of
+        `copy_changed`.
+    """
+    run = dispatch.kernel("anchors_nearby", anchors[0].device.type, implementation)
+    around, weights, sides, behind = run(anchors, tokens, distance, share, averaged, fewest)
+    return around, weights, sides, behind

@@ -34,6 +34,7 @@ _KERNELS = {
         name: f"kvgraft.kernels.{name}.align" for name in ("reference", "cpu", "triton")
     },
     "align_paged": _in_torch("align"),
+    "anchors_nearby": _in_torch("changes"),
     "attention_mass": {
         "reference": "kvgraft.kernels.reference.attention",
         "cpu": "kvgraft.kernels.cpu.attention",
@@ -75,7 +76,7 @@ def kernel(name: str, device_type: str, implementation: str | None = None) -> Ca
         raise ValueError(f"kernel {name!r}: allowed are {', '.join(_KERNELS)}")
     modules = _KERNELS[name]
     if implementation is None:
-        implementation = "triton" if "triton" in modules and _has_triton(device_type) else "cpu"
+        implementation = "triton" if "triton" in modules and has_triton(device_type) else "cpu"
     if implementation not in modules:
         raise ValueError(
             f"implementation {implementation!r} of {name}: allowed are {', '.join(modules)}"
@@ -83,13 +84,14 @@ def kernel(name: str, device_type: str, implementation: str | None = None) -> Ca
     return getattr(import_module(modules[implementation]), name)
 
 
-def _has_triton(device_type: str) -> bool:
+def has_triton(device_type: str) -> bool:
+    """Return whether Triton serves a device."""
     return device_type == "cuda" and find_spec("triton") is not None
 
 
 def generates(device_type: str, implementation: str | None = None) -> bool:
     """Return whether generated kernels run: with `triton`, and by default on CUDA with Triton."""
-    return implementation == "triton" or (implementation is None and _has_triton(device_type))
+    return implementation == "triton" or (implementation is None and has_triton(device_type))
 
 
 def generated(
@@ -287,7 +289,8 @@ def attention_mass(
     """Softmax attention that each key receives, over queries and heads (SparseX Eq. 1 and 2).
 
     Args:
-        query: [n, Hq, d] at `positions` int64 [n], ascending in each prompt.
+        query: [n, Hq, d] at `positions` int64 [n], ascending in each prompt. A query at -1 sees no
+            key.
         keys: [T, Hkv, d] of positions 0.. of each prompt; key j is visible to query i of its prompt
             if j <= positions[i].
         scale: factor of the logits, usually d ** -0.5.

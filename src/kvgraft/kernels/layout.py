@@ -37,18 +37,21 @@ class Context:
 
     Attributes:
         positions: int64 [n] on the CPU, ascending; query i attends to positions 0..positions[i].
+            They may be on the device for Triton kernels, with `bound`.
         slots: int64 [page lists, >= positions[-1] + 1] on the pool's device: the slot of each
             position (expanded block tables). -1 where a list has released the page, because no head
             of that list sees the token.
+        bound: upper bound of `seen`, if the host does not know the positions.
     """
 
     positions: Tensor
     slots: Tensor
+    bound: int | None = None
 
     @property
     def seen(self) -> int:
-        """Number of tokens up to the last query."""
-        return int(self.positions[-1]) + 1
+        """Number of tokens up to the last query, or an upper bound."""
+        return int(self.positions[-1]) + 1 if self.bound is None else self.bound
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
@@ -147,12 +150,15 @@ class PassRows:
     """Queries of a prefill pass, as tensors that a host has uploaded to the pool's device.
 
     Attributes:
-        positions, query_slots, stacked_slots: see `AttentionLayout`.
+        positions, query_slots: see `AttentionLayout`.
+        stacked_slots: slots of all prompts, int32 [prompts, page lists, T].
+        prompts: row of each context in `stacked_slots`.
     """
 
     positions: Tensor
     query_slots: Tensor
     stacked_slots: Tensor
+    prompts: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,7 +272,7 @@ class AttentionLayout:
     @cached_property
     def stacked_slots(self) -> Tensor:
         """Slots of all contexts, int32 [contexts, page lists, T]; any values after a context's last
-        token.
+        token. `PassRows` has those of all prompts instead.
         """
         if self.on_device is not None:
             return self.on_device.stacked_slots
@@ -287,7 +293,7 @@ class AttentionLayout:
         runs, first_keys, slots = [], 0, []
 
         for context, rows in zip(self.contexts, self.rows, strict=True):
-            if context.positions.numel() < least:
+            if context.positions.numel() < least or context.bound is not None:
                 continue
             found = [(start, stop) for start, stop in context.runs if stop - start >= least]
             stops = [int(context.positions[stop - 1]) + 1 for _, stop in found]
@@ -305,17 +311,20 @@ class AttentionLayout:
     ) -> Tensor:
         """Return int32 [tiles, 5]: tiles of at most `size` queries of one context each.
 
-        The columns are the context, the first row, the number of rows, whether the rows are in
-        `runs`, and the first row among those of all tiles. Without `with_runs` the queries of runs
-        are left out.
+        The columns are the context's row in `stacked_slots`, the first row, the number of rows,
+        whether the rows are in `runs`, and the first row among those of all tiles. Without
+        `with_runs` the queries of runs are left out.
         """
-        if self.decodes:
+        if self.decodes and not isinstance(self.on_device, PassRows):
             return _step_tiles(len(self.rows), self.query_positions.device)
 
+        places = tuple(range(len(self.rows)))
+        if isinstance(self.on_device, PassRows):
+            places = self.on_device.prompts
         inside = {run.start: run.stop for run in runs.runs} if runs else {}
         tiles, place = [], 0
 
-        for number, rows in enumerate(self.rows):
+        for number, rows in zip(places, self.rows, strict=True):
             edges = {rows.start, rows.stop}
             edges.update(
                 edge for run in inside.items() for edge in run if rows.start < edge < rows.stop

@@ -183,8 +183,8 @@ class Rope:
                 rows come from a cached table.
         """
         if longest is not None:
-            cos, sin = self.kept_table(longest, positions.device)
-            return cos[positions], sin[positions]
+            cos, sin = self._kept(longest, positions.device)[:, positions]
+            return cos, sin
         frequencies = self.inverse_frequencies(positions.device)
         angles = positions.to(torch.float64)[:, None] * frequencies  # [n, D/2]
         return angles.cos().float(), angles.sin().float()
@@ -193,6 +193,11 @@ class Rope:
         """Return the cached table of `table`, float32 [m, head_dim / 2] each: the same tensors for
         all `longest` up to m.
         """
+        cos, sin = self._kept(longest, device)
+        return cos, sin
+
+    def _kept(self, longest: int, device: torch.device) -> Tensor:
+        """Return the cached table as one tensor, float32 [2, m, head_dim / 2]."""
         return _kept_table(self, 1 << max(LEAST_KEPT, longest - 1).bit_length(), device)
 
     def fresh_table(self, positions: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
@@ -251,9 +256,9 @@ def rotate_part(
 
 
 @lru_cache(maxsize=8)
-def _kept_table(rope: Rope, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return `table` of the positions below `size`."""
-    return rope.table(torch.arange(size, device=device))
+def _kept_table(rope: Rope, size: int, device: torch.device) -> Tensor:
+    """Return `table` of the positions below `size`, float32 [2, size, head_dim / 2]."""
+    return torch.stack(rope.table(torch.arange(size, device=device)))
 
 
 @lru_cache(maxsize=64)

@@ -7,6 +7,7 @@ import torch
 
 from kvgraft.methods import require_share
 from kvgraft.prefill.context import Hidden, PrefillContext
+from kvgraft.prefill.device_selection import top_share_on_device
 from kvgraft.prefill.selection import Rows, SelectsByAttention
 
 
@@ -35,12 +36,21 @@ class Prophet(SelectsByAttention):
     def recover(self, ctx: PrefillContext) -> Hidden:
         """Stage 1: sum the question's attention over layers. Stage 2: run fresh and chosen tokens
         from layer 0."""
-        plan, layers = ctx.plan, range(ctx.num_layers)
+        plan, layers, device = ctx.plan, range(ctx.num_layers), self.chooses_on(ctx)
         ctx.graft(layers)
-        hidden, scores = ctx.embed(plan.fresh), torch.zeros(plan.num_tokens)
+        hidden, queries = ctx.embed(plan.fresh), self.query_tokens(plan)
+        scores = torch.zeros(plan.num_tokens, device=device)
         for index in layers:
             hidden = ctx.layer(index, hidden)
             if index in ctx.scoring_layers:
-                scores += self.score(ctx, index, self.query_tokens(plan))
-        chosen = plan.top_share(scores, self.recompute_share, among=plan.grafted)
-        return ctx.run(layers, ctx.embed(plan.fresh | chosen))
+                scores += (
+                    self.score(ctx, index, queries)
+                    if device is None
+                    else ctx.device_scores(index, queries, self.reduction)
+                )
+        chosen = (
+            plan.top_share(scores, self.recompute_share, among=plan.grafted)
+            if device is None
+            else top_share_on_device(plan, scores, self.recompute_share)
+        )
+        return ctx.run(layers, ctx.embed(ctx.settled(chosen) | plan.fresh))

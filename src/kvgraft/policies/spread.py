@@ -3,17 +3,16 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from kvgraft.core.plan import Plan
+from kvgraft.kernels.layout import joined
 from kvgraft.methods import require_at_least, require_share
-from kvgraft.prefill.context import Hidden, PrefillContext
+from kvgraft.prefill.context import DeviceHidden, Hidden, LaterHidden, PrefillContext
 from kvgraft.prefill.contrast import distinguishing_tokens
+from kvgraft.prefill.device_tokens import DeviceTokens, FoundTokens, TokenSet, are_equal
 from kvgraft.prefill.selection import SelectsInRounds
-from kvgraft.prefill.spreading import Spreading
-
-# A segment with fewer anchors spreads no changes.
-FEWEST_ANCHORS = 3
+from kvgraft.prefill.spreading import DeviceSpreading, Spreading, anchors_of
 
 
 @dataclass(frozen=True)
@@ -72,27 +71,33 @@ class Spread(SelectsInRounds):
         plan, first = ctx.plan, FirstLayer(ctx)
         scored = ctx.scoring_layers[: self.score_layer + 1][-1]
         ctx.graft(range(scored + 1))
-        chosen = self._choose(ctx, first, scored)
-        hidden = first.left(plan.fresh | chosen)
-        spreading = Spreading(
-            plan, self._anchors(plan, chosen), chosen, self.spread_tokens, self.spread_share
+        chosen = ctx.settled(self._choose(ctx, first, scored))
+        hidden = LaterHidden(chosen | plan.fresh, first.left)
+        # The first tokens of segments are no anchors.
+        starts, given = (
+            plan.segment_starts(self.start_tokens),
+            (self.spread_tokens, self.spread_share),
         )
-        if not (spreading.where.any() and self.spread_share):
+        spreading = (
+            Spreading(plan, anchors_of(plan, chosen, starts), chosen, *given)
+            if isinstance(chosen, Tensor)
+            else DeviceSpreading(plan, chosen, starts, *given)
+        )
+        if not (spreading.has_anchors and self.spread_share):
             ctx.graft(range(scored + 1, ctx.num_layers))
             return ctx.run(range(1, ctx.num_layers), hidden)
         return ctx.run(range(1, ctx.num_layers), hidden, spreading)
 
-    def _choose(self, ctx: PrefillContext, first: "FirstLayer", scored: int) -> Tensor:
-        """Return the grafted tokens to recompute, bool [T]. The rounds compute some of them in the
-        first layers."""
+    def _choose(self, ctx: PrefillContext, first: "FirstLayer", scored: int) -> TokenSet:
+        """Return the grafted tokens to recompute. The rounds compute some of them in the first
+        layers."""
 
-        def score(computed: Tensor, asking: Tensor) -> Tensor:
-            hidden = first.left(computed)
+        def compute(tokens: TokenSet) -> None:
+            hidden = first.left(tokens)
             if scored == 0:
-                first.query(computed)
+                first.query(tokens)
             else:
                 ctx.project(scored, ctx.run(range(1, scored), hidden))
-            return self.score(ctx, scored, asking)
 
         starts = ctx.plan.segment_starts(self.start_tokens, self.start_share)
         if scored:
@@ -101,16 +106,9 @@ class Spread(SelectsInRounds):
         differing = distinguishing_tokens(ctx.plan, ctx.token_ids, self.alike_share)
         for counts, prompt in zip(ctx.counts, ctx.plan.prompts, strict=True):
             counts["distinguishing_tokens"] += int(differing[prompt].sum())
-        return self.choose(ctx.plan, starts | differing, score)
-
-    def _anchors(self, plan: Plan, chosen: Tensor) -> Tensor:
-        """Recomputed tokens whose changes are spread: bool [T].
-
-        Segment starts are no anchors, nor are tokens of segments with too few of them.
-        """
-        anchors = chosen & (plan.segments >= 0) & ~plan.segment_starts(self.start_tokens)
-        few = plan.segments[anchors].bincount(minlength=plan.num_tokens) < FEWEST_ANCHORS
-        return anchors & ~few[plan.segments]
+        # Each round would run the layers between once more.
+        device = self.chooses_on(ctx) if scored <= 1 else None
+        return self.choose(ctx, scored, starts | differing, compute, device)
 
 
 class FirstLayer:
@@ -123,21 +121,45 @@ class FirstLayer:
     def __init__(self, ctx: PrefillContext) -> None:
         self._ctx = ctx
         self._left: Hidden | None = None
-        self._latest: Hidden | None = None  # states that the last call has computed
+        self._part: Hidden | None = None  # latest part of it
+        self._found: dict[FoundTokens, Tensor] = {}  # states of tokens that the device has chosen
+        self._latest: TokenSet | None = None  # tokens that the last call has computed
 
-    def left(self, where: Tensor) -> Hidden:
-        """Return the states of these tokens, bool [T], that enter layer 1."""
+    def left(self, tokens: TokenSet) -> Hidden:
+        """Return the states of these tokens that enter layer 1."""
+        return self._of_known(tokens) if isinstance(tokens, Tensor) else self._of_device(tokens)
+
+    def _of_known(self, where: Tensor) -> Hidden:
         known, self._latest = self._left, None
         missing = where if known is None else where & ~known.where
         if known is None or missing.any():
-            self._latest = new = self._ctx.layer(0, self._ctx.embed(missing))
+            new, self._latest = self._compute(missing), missing
             self._left = known = new if known is None else known.joined(new)
             if where.equal(missing):
                 return new
-        return known if where.equal(known.where) else known.only(where)
+        if where.equal(known.where):
+            return known
+        if self._part is None or not where.equal(self._part.where):
+            self._part = known.only(where)
+        return self._part
 
-    def query(self, where: Tensor) -> None:
-        """Make the host hold the queries of these tokens, bool [T], if they were not computed
-        last."""
-        if self._latest is None or not where.equal(self._latest.where):
-            self._ctx.project(0, self._ctx.embed(where))
+    def _of_device(self, tokens: DeviceTokens) -> Hidden:
+        latest, states = None, list[Tensor]()
+        if tokens.known.any():
+            states.append(self._of_known(tokens.known).states)
+        missing = tuple(part for part in tokens.found if part not in self._found)
+        if missing:
+            latest = DeviceTokens(torch.zeros_like(tokens.known), missing)
+            parts = self._compute(latest).states.split([len(part.tokens) for part in missing])
+            self._found.update(zip(missing, parts, strict=True))
+        states += [self._found[part] for part in tokens.found]
+        self._latest = latest
+        return DeviceHidden(joined(states), tokens)
+
+    def _compute(self, tokens: TokenSet) -> Hidden:
+        return self._ctx.layer(0, self._ctx.embed(tokens))
+
+    def query(self, tokens: TokenSet) -> None:
+        """Make the host hold the queries of these tokens, if they were not computed last."""
+        if self._latest is None or not are_equal(self._latest, tokens):
+            self._ctx.project(0, self._ctx.embed(tokens))

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from kvgraft.methods import count_layers, require_layers
 from kvgraft.prefill.context import Hidden, PrefillContext
+from kvgraft.prefill.device_tokens import TokenSet
 from kvgraft.prefill.selection import SelectsInRounds
 
 
@@ -44,9 +44,8 @@ class Transitive(SelectsInRounds):
         )
         ctx.graft(layers)
 
-        def score(computed: Tensor, asking: Tensor) -> Tensor:
-            ctx.project(probe, ctx.run(range(probe), ctx.embed(computed)))
-            return self.score(ctx, probe, asking)
+        def compute(tokens: TokenSet) -> None:
+            ctx.project(probe, ctx.run(range(probe), ctx.embed(tokens)))
 
-        chosen = self.choose(plan, torch.zeros_like(plan.fresh), score)
-        return ctx.run(layers, ctx.embed(plan.fresh | chosen))
+        chosen = self.choose(ctx, probe, torch.zeros_like(plan.fresh), compute)
+        return ctx.run(layers, ctx.embed(chosen | plan.fresh))

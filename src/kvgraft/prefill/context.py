@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -18,6 +19,7 @@ from kvgraft.core.plan import Plan
 from kvgraft.kernels.upload import upload
 from kvgraft.kv.heads import HeadMap
 from kvgraft.methods import layers_share
+from kvgraft.prefill.device_tokens import DeviceTokens, TokenSet
 from kvgraft.prefill.spreading import Spreading
 
 Reduction = Literal["sum", "max"]
@@ -31,6 +33,16 @@ class Hidden:
 
     states: Tensor
     where: Tensor
+
+    @property
+    def tokens(self) -> TokenSet:
+        """The tokens, as far as the host knows them without waiting."""
+        return self.where
+
+    @property
+    def computed(self) -> "Hidden":
+        """The same, computed now at the latest."""
+        return self
 
     def only(self, where: Tensor) -> "Hidden":
         """Return the rows of a subset of these tokens."""
@@ -57,6 +69,61 @@ class Hidden:
         both = torch.cat([self.states, other.states])
         [rows] = upload(both.device, rows)
         return Hidden(both[rows], where)
+
+
+class DeviceHidden(Hidden):
+    """Hidden states of tokens that only the device knows completely, in the order of their rows.
+
+    Reading `where` waits for the device.
+    """
+
+    def __init__(self, states: Tensor, tokens: DeviceTokens) -> None:
+        vars(self).update(states=states, chosen=tokens)
+
+    chosen: DeviceTokens
+
+    @property
+    def where(self) -> Tensor:
+        """The tokens, bool [T] on the CPU."""
+        return self.chosen.mask
+
+    @property
+    def tokens(self) -> TokenSet:
+        return self.chosen
+
+    def with_states(self, states: Tensor) -> Hidden:
+        return DeviceHidden(states, self.chosen)
+
+
+class LaterHidden(Hidden):
+    """Hidden states that are computed when they are needed.
+
+    A host whose `run` computes the first layer again never needs them.
+    """
+
+    def __init__(self, tokens: TokenSet, compute: Callable[[TokenSet], Hidden]) -> None:
+        vars(self).update(given=tokens, compute=compute)
+
+    given: TokenSet
+    compute: Callable[[TokenSet], Hidden]
+
+    @cached_property
+    def computed(self) -> Hidden:
+        return self.compute(self.given)
+
+    @property
+    def states(self) -> Tensor:
+        """Hidden states, as in the protocol."""
+        return self.computed.states
+
+    @property
+    def where(self) -> Tensor:
+        """The tokens, bool [T] on the CPU."""
+        return self.given if isinstance(self.given, Tensor) else self.given.mask
+
+    @property
+    def tokens(self) -> TokenSet:
+        return self.given
 
 
 class PrefillContext(ABC):
@@ -88,6 +155,12 @@ class PrefillContext(ABC):
     counts: Sequence[Counter[str]]
 
     @property
+    def chooses_on(self) -> torch.device | None:
+        """Device on which policies choose tokens without waiting for it (`DeviceTokens`); None if
+        they choose on the CPU."""
+        return None
+
+    @property
     def scoring_layers(self) -> list[int]:
         """Layers whose attention may choose tokens: those that see the whole prompt, or all layers
         if there are none."""
@@ -95,8 +168,15 @@ class PrefillContext(ABC):
         return [index for index in layers if index not in self.local_layers] or list(layers)
 
     @abstractmethod
-    def embed(self, where: Tensor) -> Hidden:
+    def embed(self, where: TokenSet) -> Hidden:
         """Compute the embeddings of the tokens in `where` bool [T]."""
+
+    def settled(self, tokens: TokenSet) -> TokenSet:
+        """Return the chosen tokens of the last pass as this host takes them.
+
+        By default the host must know them, so it waits for the device.
+        """
+        return tokens if isinstance(tokens, Tensor) else tokens.mask
 
     @abstractmethod
     def graft(self, layers: range) -> None:
@@ -188,6 +268,10 @@ class PrefillContext(ABC):
         and have included these tokens.
         """
 
+    def device_scores(self, index: int, queries: TokenSet, reduction: Reduction = "sum") -> Tensor:
+        """Compute `scores`, and leave them on the device `chooses_on`."""
+        raise NotImplementedError("this host has its scores on the CPU")
+
     def residual(self, index: int, where: Tensor) -> Hidden:
         """Cached hidden states that entered the layer `index` when the tokens in `where` bool [T]
         were computed at their source.
@@ -216,6 +300,7 @@ class PrefillContext(ABC):
             hidden: must be what `embed` or a layer has returned for these tokens, since a host may
                 compute it again.
         """
+        hidden = hidden.computed
         for index in layers:
             hidden = self.layer(index, hidden, spreading)
         return hidden

@@ -14,8 +14,10 @@ from torch import Tensor
 from kvgraft.core.plan import Plan
 from kvgraft.kernels.dispatch import attention_mass
 from kvgraft.kernels.layout import joined
+from kvgraft.kernels.memoised import memoised
 from kvgraft.kernels.upload import upload
 from kvgraft.prefill.context import Hidden, PrefillContext, Reduction
+from kvgraft.prefill.device_tokens import DeviceTokens, TokenSet, are_equal
 from kvgraft.prefill.stages import StageTimes
 
 # Token sets whose slots are cached. A policy uses few sets, in layer after layer.
@@ -45,10 +47,11 @@ class PagedPrefill(PrefillContext):
         self.computed = np.zeros(len(plan.lengths), np.int64)
         self.rejected = torch.zeros(plan.num_tokens, dtype=torch.bool)
         self._slots = slots
-        self._found: deque[tuple[Tensor, Tensor]] = deque(maxlen=KEPT_SLOTS)  # tokens, their slots
+        # tokens, their slots
+        self._found: deque[tuple[TokenSet, Tensor]] = deque(maxlen=KEPT_SLOTS)
         self._scale = scale
-        # layer, its tokens bool [T], queries [n, Hq, d]
-        self._query: tuple[int, Tensor, Tensor] | None = None
+        # layer, its tokens, queries [n, Hq, d]
+        self._query: tuple[int, TokenSet, Tensor] | None = None
 
     @abstractmethod
     def _keys_at(self, index: int, slots: Tensor) -> Tensor:
@@ -81,8 +84,18 @@ class PagedPrefill(PrefillContext):
     def scores(self, index: int, queries: Tensor, reduction: Reduction = "sum") -> Tensor:
         """Compute the scores of the protocol. Prompts without grafted tokens score zero, since no
         token is chosen there."""
+        return self._scores(index, queries, reduction).cpu()
+
+    def device_scores(self, index: int, queries: TokenSet, reduction: Reduction = "sum") -> Tensor:
+        return self._scores(index, queries, reduction)
+
+    def _scores(self, index: int, queries: TokenSet, reduction: Reduction) -> Tensor:
+        """Compute `scores` on the device of the cache."""
+        if isinstance(queries, DeviceTokens):
+            return self._scores_of_found(index, queries, reduction)
+
         computed_at, where, query = self._last_query()
-        if computed_at != index or bool((queries & ~where).any()):
+        if computed_at != index or not isinstance(where, Tensor) or (queries & ~where).any():
             raise ValueError(
                 f"layer {index} has no queries for these tokens: its last queries are of "
                 f"{computed_at}"
@@ -99,7 +112,43 @@ class PagedPrefill(PrefillContext):
             keys = self._keys_at(index, self._flat_slots)
             chosen = query if len(rows) == len(query) else query[rows]
             mass = attention_mass(chosen, keys, positions, self._scale, reduction, counts)
-            return self.over_heads(mass, reduction).cpu()
+            return self.over_heads(mass, reduction)
+
+    def _scores_of_found(self, index: int, queries: DeviceTokens, reduction: Reduction) -> Tensor:
+        """Compute `scores` for queries of which the host only knows the number in each prompt."""
+        computed_at, tokens, query = self._last_query()
+        if computed_at != index or tokens is not queries:
+            raise ValueError(f"layer {index} has not computed these tokens last")
+
+        with self._timed("select"):
+            places, known = self._indices(queries), queries.known
+            counts = self._counts_of(known) + queries.found_counts
+            starts = torch.tensor([prompt.start for prompt in self.plan.prompts])
+            prompt_of = starts.repeat_interleave(torch.tensor(self.plan.lengths))[known]
+            before, first = upload(
+                query.device, prompt_of - 1, starts.repeat_interleave(torch.from_numpy(counts))
+            )
+            if queries.asks is not None:
+                # A query before its prompt sees no key, and stays in front when sorted.
+                own = torch.where(queries.asks, places[: len(before)], before)
+                places = torch.cat([own, places[len(before) :]])
+            if len(before) or len(queries.found) > 1:
+                places, order = places.sort()
+                query = query[order]
+            positions = places if len(counts) == 1 else places - first
+            self._count_scores(positions, counts)
+            keys = self._keys_at(index, self._flat_slots)
+            sizes = list(zip(counts.tolist(), self.plan.lengths, strict=True))
+            mass = attention_mass(query, keys, positions, self._scale, reduction, sizes)
+            return self.over_heads(mass, reduction)
+
+    def _count_scores(self, positions: Tensor, counts: np.ndarray) -> None:
+        """Count the work of scores whose queries only the device knows.
+
+        Args:
+            positions: int64 [n] on the device; -1 for queries that see no key.
+            counts: int64, queries of each prompt.
+        """
 
     def reject(self, where: Tensor) -> None:
         self.rejected |= where
@@ -117,29 +166,46 @@ class PagedPrefill(PrefillContext):
             ValueError: the policy did not compute one of them.
         """
         last = torch.tensor([prompt.stop - 1 for prompt in self.plan.prompts])
-        if not bool(hidden.where[last].all()):
+        tokens, states = hidden.tokens, hidden.states
+        known = tokens if isinstance(tokens, Tensor) else tokens.known
+        if not bool(known[last].all()):
             raise ValueError("the policy returned no hidden state for the last token of a prompt")
-        states = hidden.states
-        return states[upload(states.device, hidden.where.cumsum(0)[last] - 1)[0]]
+        return states[upload(states.device, known.cumsum(0)[last] - 1)[0]]
 
     def _rows_of(self, where: Tensor) -> list[Tensor]:
         """Positions that are set in `where` bool [T], per prompt."""
         return [self.plan.positions[prompt][where[prompt]] for prompt in self.plan.prompts]
 
+    def _counts_of(self, where: Tensor) -> np.ndarray:
+        """Number of tokens that are set in `where` bool [T] in each prompt, int64."""
+        return np.array([int(where[prompt].sum()) for prompt in self.plan.prompts])
+
     def _stage(self, hidden: Hidden) -> str:
-        return "dense" if hidden.where.equal(self.plan.active) else "sparse"
+        return "dense" if are_equal(hidden.tokens, self.plan.active) else "sparse"
 
-    def _slots_of(self, where: Tensor) -> Tensor:
-        """Slots of the tokens that are set in `where` bool [T]: int64 [lists, n]. The last results
-        are cached.
+    @memoised
+    def _indices(self, tokens: DeviceTokens) -> Tensor:
+        """Places of these tokens in 0..T, in the order of their rows: int64 [n] on the device."""
+        parts = [part.tokens for part in tokens.found]
+        if tokens.known.any():
+            parts[:0] = upload(self._flat_slots.device, tokens.known.nonzero()[:, 0])
+        return joined(parts)
 
-        The positions are found on the CPU, to avoid waiting for the device.
+    def _slots_of(self, tokens: TokenSet) -> Tensor:
+        """Slots of these tokens: int64 [lists, n]. The last results are cached.
+
+        Places of tokens that the host knows are found on the CPU, to avoid waiting for the device.
         """
         for known, slots in self._found:
-            if known is where:
+            if known is tokens:
                 return slots
-        slots = self._flat_slots[:, upload(self._flat_slots.device, where.nonzero()[:, 0])[0]]
-        self._found.append((where, slots))
+        [places] = (
+            upload(self._flat_slots.device, tokens.nonzero()[:, 0])
+            if isinstance(tokens, Tensor)
+            else [self._indices(tokens)]
+        )
+        slots = self._flat_slots[:, places]
+        self._found.append((tokens, slots))
         return slots
 
     @cached_property
@@ -156,9 +222,11 @@ class PagedPrefill(PrefillContext):
         own = [
             slots[:, :length] for slots, length in zip(self._slots, self.plan.lengths, strict=True)
         ]
+        if len(own) == 1:
+            return own[0][None].int()
         longest = max(self.plan.lengths)
         padded = [F.pad(slots, (0, longest - slots.shape[1]), value=-1) for slots in own]
-        return (own[0][None] if len(own) == 1 else torch.stack(padded)).int()
+        return torch.stack(padded).int()
 
     @cached_property
     def _has_grafts(self) -> Tensor:
@@ -168,7 +236,7 @@ class PagedPrefill(PrefillContext):
             found[prompt] = bool(self.plan.grafted[prompt].any())
         return found
 
-    def _last_query(self) -> tuple[int, Tensor, Tensor]:
+    def _last_query(self) -> tuple[int, TokenSet, Tensor]:
         if self._query is None:
             raise ValueError("no layer has been computed yet, so there are no queries")
         return self._query

@@ -11,6 +11,8 @@ from torch import Tensor
 from kvgraft.core.plan import Plan
 from kvgraft.methods import require_at_least, require_choice, require_share
 from kvgraft.prefill.context import Policy, PrefillContext, Reduction
+from kvgraft.prefill.device_selection import choose_on_device
+from kvgraft.prefill.device_tokens import TokenSet
 
 Rows = Literal["all_fresh", "question"]
 Unit = Literal["token", "block"]
@@ -47,6 +49,14 @@ class SelectsByAttention(Policy):
         scores = ctx.scores(layer, queries, self.reduction)
         return scores if self.unit == "token" else _by_block(scores, ctx.plan)
 
+    def chooses_on(self, ctx: PrefillContext) -> torch.device | None:
+        """Device on which tokens can be chosen; None for the CPU.
+
+        Tokens in place count less than others, so that the number of chosen tokens depends on
+        which ones are chosen.
+        """
+        return None if self.unit == "block" or ctx.plan.in_place.any() else ctx.chooses_on
+
 
 @dataclass(frozen=True)
 class SelectsInRounds(SelectsByAttention):
@@ -75,24 +85,41 @@ class SelectsInRounds(SelectsByAttention):
         require_at_least("tail_tokens", self.tail_tokens, 1)
 
     def choose(
-        self, plan: Plan, always_recompute: Tensor, probe: Callable[[Tensor, Tensor], Tensor]
-    ) -> Tensor:
-        """Return the grafted tokens to recompute: `always_recompute`, the tail, and the choice of
-        the rounds. bool [T].
+        self,
+        ctx: PrefillContext,
+        layer: int,
+        always_recompute: Tensor,
+        compute: Callable[[TokenSet], None],
+        device: torch.device | None = None,
+    ) -> TokenSet:
+        """Return the grafted tokens to recompute: `always_recompute` bool [T], the tail, and the
+        choice of the rounds.
 
         Args:
-            probe: (tokens to compute, tokens among them whose queries score), bool [T] each ->
-                scores of all keys, float32 [T].
+            layer: layer that scores.
+            compute: compute these tokens up to the queries, keys and values of the layer.
+            device: CUDA device that chooses, without waiting for it; None for the CPU. It computes
+                all fresh tokens inside the text in every round, not only those that score high.
         """
-        tail = plan.tail(self.tail_tokens)
+        plan, tail = ctx.plan, ctx.plan.tail(self.tail_tokens)
         chosen = tail | always_recompute
         computed, asking = plan.fresh | chosen, self.query_tokens(plan) | tail
+        shares = shares_by_round(self.recompute_share, self.first_share, self.hops)
+        if device is not None:
+
+            def probe(computed: TokenSet, asking: TokenSet) -> Tensor:
+                compute(computed)
+                return ctx.device_scores(layer, asking, self.reduction)
+
+            return choose_on_device(plan, device, chosen, asking, shares, probe)
+
         in_place = min(1.0, self.continued_share / max(self.recompute_share, 1e-9))
-        for share in shares_by_round(self.recompute_share, self.first_share, self.hops):
+        for share in shares:
             left = plan.grafted & ~chosen
             if not left.any():
                 break
-            scores = probe(computed, asking)
+            compute(computed)
+            scores = self.score(ctx, layer, asking)
             found = plan.top_share(scores, share, left, in_place)
             if not found.any():
                 break

@@ -1,12 +1,16 @@
 """Spreading: apply the KV change of recomputed tokens to the other tokens of their segment."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kvgraft.core.plan import Plan
 from kvgraft.kernels.memoised import memoised
+from kvgraft.prefill.device_tokens import DeviceTokens
 
 AVERAGED = 8  # anchors on each side over which a change is averaged
+FEWEST_ANCHORS = 3  # a segment with fewer anchors spreads no changes
 
 
 class Spreading:
@@ -53,6 +57,11 @@ class Spreading:
         weights = torch.where(same, 1 / distances, 0.0)
         self.behind = weights[1] / weights.sum(0)
 
+    @property
+    def has_anchors(self) -> bool:
+        """False if nothing is changed."""
+        return bool(self.where.any())
+
     def interpolate(self, changes: Tensor) -> Tensor:
         """Average the changes [c, Hkv, d] of the anchors, and interpolate them linearly: [n, Hkv,
         d]."""
@@ -68,3 +77,60 @@ class Spreading:
         """Upload indices and weights once for all layers."""
         around, sides = self.around.to(device), self.sides.to(device)
         return around, self.weights.to(device, dtype), sides, self.behind.to(device, dtype)
+
+
+class DeviceSpreading(Spreading):
+    """Spreading of tokens that only the device knows completely.
+
+    Reading an attribute of `Spreading` waits for the device.
+
+    Args:
+        starts: bool [T], tokens that are no anchors.
+
+    Attributes:
+        plan: the plan of the prompts.
+        chosen, starts, distance, share: as given.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        chosen: DeviceTokens,
+        starts: Tensor,
+        distance: float,
+        share: float = 1.0,
+    ) -> None:
+        self.plan, self.chosen, self.starts = plan, chosen, starts
+        self.distance, self.share = distance, share
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        chosen = self.chosen.mask
+        anchors = anchors_of(self.plan, chosen, self.starts)
+        super().__init__(self.plan, anchors, chosen, self.distance, self.share)
+        return getattr(self, name)
+
+    @property
+    def has_anchors(self) -> bool:
+        """False if there can be none."""
+        return bool(self.known_anchors.any() or self.chosen.found)
+
+    @property
+    def known_anchors(self) -> Tensor:
+        """Anchors that the host knows, bool [T]; their segments may have too few."""
+        return _no_start(self.plan, self.chosen.known, self.starts)
+
+
+def anchors_of(plan: Plan, chosen: Tensor, starts: Tensor) -> Tensor:
+    """Return the recomputed tokens whose changes are spread: bool [T].
+
+    Segment starts bool [T] are no anchors, nor are tokens of segments with too few of them.
+    """
+    anchors = _no_start(plan, chosen, starts)
+    few = plan.segments[anchors].bincount(minlength=plan.num_tokens) < FEWEST_ANCHORS
+    return anchors & ~few[plan.segments]
+
+
+def _no_start(plan: Plan, chosen: Tensor, starts: Tensor) -> Tensor:
+    return chosen & (plan.segments >= 0) & ~starts

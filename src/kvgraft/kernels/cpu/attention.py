@@ -77,6 +77,9 @@ def attention_mass(
 def _mass(query: Tensor, keys: Tensor, positions: Tensor, scale: float, reduction: str) -> Tensor:
     """Return `attention_mass` of one prompt."""
     num_kv_heads, groups = keys.shape[1], query.shape[1] // keys.shape[1]
+    # without the queries that see no key
+    first_asking = int(torch.searchsorted(positions, 0))
+    query, positions = query[first_asking:], positions[first_asking:]
     transposed = keys.float().permute(1, 2, 0).contiguous()  # [Hkv, d, T]
     # [Hkv, n, G, d]
     folded = (query.float() * scale).unflatten(1, (num_kv_heads, groups)).permute(1, 0, 2, 3)

@@ -96,7 +96,8 @@ def attention_mass(
     for asking, own, at in zip(
         query.split(queries), keys.split(tokens), positions.split(queries), strict=True
     ):
-        weights = _probabilities(asking, own, scale, at).flatten(0, 1)
+        # A query that sees no key has no weights.
+        weights = _probabilities(asking, own, scale, at).nan_to_num(0.0).flatten(0, 1)
         # keys receive nothing where there are no queries
         nothing = weights.new_zeros(1, len(own))
         found.append(

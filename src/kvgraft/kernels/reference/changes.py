@@ -63,6 +63,40 @@ def copy_changed(
             _copy(pools, head_set.streams, from_, to, turned, place, added)
 
 
+def anchors_nearby(
+    anchors: tuple[Tensor, Tensor],
+    tokens: tuple[Tensor, Tensor],
+    distance: float,
+    share: float,
+    averaged: int,
+    fewest: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `kvgraft.kernels.changes.anchors_nearby`."""
+    (places, segments), (others, own) = anchors, tokens
+    count, device = len(places), places.device
+    row = torch.arange(count, device=device)[:, None]
+    place = row + torch.arange(-averaged, averaged + 1, device=device)  # [c, w]
+    around = place.clamp(0, count - 1)
+    near = (place == around) & (segments[around] == segments[:, None])
+    decay = torch.exp(-(places[around] - places[:, None]).abs() / distance)
+    weights = torch.where(near, decay, 0.0)
+    weights = share * weights / weights.sum(1, keepdim=True)
+
+    after = torch.searchsorted(places, others, right=True)
+    beside = torch.stack([after - 1, after])  # [2, n]
+    sides = beside.clamp(0, count - 1)
+    same = (sides == beside) & (segments[sides] == own)
+    # An anchor itself, which is not copied, is no distance away.
+    away = (places[sides] - others).abs().clamp(min=1)
+    nearness = torch.where(same, 1 / away.float(), 0.0)
+    # anchors of one segment lie together: enough of them are near, or there are too few
+    place = after + torch.arange(-fewest, fewest, device=device)[:, None]
+    near = (place == place.clamp(0, count - 1)) & (segments[place.clamp(0, count - 1)] == own)
+    some = near.sum(0) >= fewest
+    behind = torch.where(some, nearness[1] / nearness.sum(0), 0.0)
+    return around, weights, torch.where(some, sides, -1), behind
+
+
 def _copy(
     pools: tuple[Tensor, ...],
     streams: slice,
@@ -85,7 +119,8 @@ def _copy(
 def _still(pools: tuple[Tensor, ...], streams: slice, slots: Tensor, turn: Turn) -> Tensor:
     """Return keys rotated back to position 0, and values: float32 [h, n, W]."""
     keys, *values = (pool[streams].index_select(1, slots.clamp(min=0)).float() for pool in pools)
-    return torch.cat([rotate(keys, *_by_row(*turn)), *values], -1)
+    cos, sin = turn
+    return torch.cat([rotate(keys, *_by_row(cos, -sin)), *values], -1)
 
 
 def _by_row(cos: Tensor, sin: Tensor) -> Turn:

@@ -1,5 +1,6 @@
 """KV changes of recomputed tokens, and copies that apply them, in one Triton kernel each."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,6 +11,8 @@ from kvgraft.kernels.triton.tiles import places_of
 
 # rows of a program. Programs of all heads of the same rows follow each other (L2: cos, sin)
 ROWS = 8
+# anchors, or tokens, of a program that finds those nearby
+NEARBY_ROWS = 64
 
 
 def kv_changes(
@@ -60,6 +63,84 @@ def copy_changed(
         )  # fmt: skip
 
 
+def anchors_nearby(
+    anchors: tuple[Tensor, Tensor],
+    tokens: tuple[Tensor, Tensor],
+    distance: float,
+    share: float,
+    averaged: int,
+    fewest: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `kvgraft.kernels.changes.anchors_nearby`. One launch."""
+    (places, _), (others, _) = anchors, tokens
+    count, num_tokens, width = len(places), len(others), 2 * averaged + 1
+    around, sides = places.new_empty(count, width), places.new_empty(2, num_tokens)
+    weights, behind = (torch.empty_like(part, dtype=torch.float32) for part in (around, sides[0]))
+    parts = triton.cdiv(count, NEARBY_ROWS)
+    _anchors_nearby[(parts + triton.cdiv(num_tokens, NEARBY_ROWS),)](
+        *anchors, *tokens, around, weights, sides, behind,
+        count, num_tokens, parts, count.bit_length(), distance, share,
+        AVERAGED=averaged, FEWEST=fewest, ROWS=NEARBY_ROWS, BLOCK=triton.next_power_of_2(width),
+    )  # fmt: skip
+    return around, weights, sides, behind
+
+
+@triton.jit(do_not_specialize=["count", "num_tokens", "parts", "steps"])
+def _anchors_nearby(  # type: ignore[no-untyped-def]
+    places, segments, others, own, around, weights, sides, behind,
+    count, num_tokens, parts, steps, distance, share,
+    AVERAGED: tl.constexpr, FEWEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the averages of ROWS anchors, or the sides of ROWS tokens."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if tl.program_id(0) < parts:
+        number = tl.arange(0, BLOCK)[None, :]
+        written = (row < count)[:, None] & (number <= 2 * AVERAGED)
+        wanted = row[:, None] + number - AVERAGED
+        other = tl.minimum(tl.maximum(wanted, 0), count - 1)
+        at = tl.load(places + row, mask=row < count, other=0)
+        segment = tl.load(segments + row, mask=row < count, other=-1)
+        same = tl.load(segments + other, mask=written, other=-1) == segment[:, None]
+        away = tl.abs(tl.load(places + other, mask=written, other=0) - at[:, None])
+        near = written & same & (other == wanted)
+        decay = tl.where(near, tl.exp(-away.to(tl.float32) / distance), 0.0)
+        out = row[:, None] * (2 * AVERAGED + 1) + number
+        tl.store(around + out, other, mask=written)
+        tl.store(weights + out, share * decay / tl.sum(decay, 1)[:, None], mask=written)
+        return
+
+    token = row - parts * ROWS
+    there = token < num_tokens
+    at = tl.load(others + token, mask=there, other=0)
+    segment = tl.load(own + token, mask=there, other=-2)
+    # number of anchors up to the token
+    low, high = tl.zeros([ROWS], tl.int32), tl.zeros([ROWS], tl.int32) + count
+    for _ in range(steps):
+        unknown, middle = low < high, (low + high) // 2
+        is_before = tl.load(places + middle, mask=unknown, other=0) <= at
+        low = tl.where(unknown & is_before, middle + 1, low)
+        high = tl.where(unknown & (is_before == 0), middle, high)
+
+    num_near = tl.zeros([ROWS], tl.int32)
+    for offset in tl.static_range(-FEWEST, FEWEST):
+        near = there & (low + offset >= 0) & (low + offset < count)
+        near &= tl.load(segments + low + offset, mask=near, other=-1) == segment
+        num_near += near.to(tl.int32)
+
+    first, second = tl.maximum(low - 1, 0), tl.minimum(low, count - 1)
+    has_first = (low > 0) & (tl.load(segments + first) == segment)
+    has_second = (low < count) & (tl.load(segments + second) == segment)
+    some = num_near >= FEWEST
+    # An anchor itself, which is not copied, is no distance away.
+    away = tl.maximum(tl.abs(tl.load(places + first) - at), 1).to(tl.float32)
+    other_away = tl.maximum(tl.abs(tl.load(places + second) - at), 1).to(tl.float32)
+    nearness = tl.where(has_first, 1.0 / away, 0.0)
+    other = tl.where(has_second, 1.0 / other_away, 0.0)
+    tl.store(sides + token, tl.where(some, first, -1), mask=there)
+    tl.store(sides + num_tokens + token, tl.where(some, second, -1), mask=there)
+    tl.store(behind + token, tl.where(some, other / (nearness + other), 0.0), mask=there)
+
+
 @triton.jit
 def _turned(first, second, c, s):  # type: ignore[no-untyped-def]
     """Rotate the halves of keys by cosine and sine."""
@@ -67,13 +148,13 @@ def _turned(first, second, c, s):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _still(keys, at, half, cos, sin, turn, inside):  # type: ignore[no-untyped-def]
-    """Load both halves of keys, rotated back to position 0."""
+def _loaded(keys, at, half, cos, sin, turn, inside, BACK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load both halves of keys, rotated by the tables, or back."""
     first = tl.load(keys + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(keys + at + half, mask=inside, other=0.0).to(tl.float32)
     c = tl.load(cos + turn, mask=inside, other=1.0)
     s = tl.load(sin + turn, mask=inside, other=0.0)
-    return _turned(first, second, c, s)
+    return _turned(first, second, c, -s if BACK else s)
 
 
 @triton.jit(do_not_specialize=["new_stride", "old_stride", "num_rows"])
@@ -92,8 +173,8 @@ def _kv_changes(  # type: ignore[no-untyped-def]
     inside = (was >= 0)[:, None] & (dim < half)
     now, was = stream + now[:, None] * 2 * half + dim, stream + was[:, None] * 2 * half + dim
     turn = row[:, None] * half + dim
-    first, second = _still(keys, now, half, new_cos, new_sin, turn, inside)
-    old_first, old_second = _still(keys, was, half, old_cos, old_sin, turn, inside)
+    first, second = _loaded(keys, now, half, new_cos, new_sin, turn, inside, BACK=True)
+    old_first, old_second = _loaded(keys, was, half, old_cos, old_sin, turn, inside, BACK=True)
     written = there[:, None] & (dim < half)
     if HAS_VALUES:
         to = changes + (head.to(tl.int64) * num_rows + row[:, None]) * 4 * half + dim
@@ -167,7 +248,7 @@ def _copy_changed(  # type: ignore[no-untyped-def]
     behind = changes + (head * num_changes + right[:, None]) * width + dim
     turn = token[:, None] * half + dim
 
-    first, second = _still(keys, old, half, shift_cos, shift_sin, turn, inside)
+    first, second = _loaded(keys, old, half, shift_cos, shift_sin, turn, inside, BACK=False)
     c = tl.load(cos + turn, mask=changed, other=1.0)
     s = tl.load(sin + turn, mask=changed, other=0.0)
     more, other = _turned(
