@@ -13,6 +13,7 @@ from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.layout import AttentionLayout, joined
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.prefill.context import Heads, Hidden
+from kvgraft.prefill.device_tokens import are_equal
 from kvgraft.vllm.chunks import PrefillChunk
 from kvgraft.vllm.layers import entering
 from kvgraft.vllm.prefill import PROJECT, VllmPrefill
@@ -84,7 +85,7 @@ class HeadwisePrefill(VllmPrefill):
 
     def attend(self, index: int, hidden: Hidden, local: Heads) -> Hidden:
         computed_at, where, query = self._last_query()
-        if computed_at != index or not where.equal(hidden.where):
+        if computed_at != index or not are_equal(where, hidden.tokens):
             raise ValueError(f"layer {index} has no projection of these tokens")
 
         # Tables leave out blocks of local heads only, so these see their windows under every

@@ -13,8 +13,9 @@ from kvgraft.kernels.layout import joined
 from kvgraft.kernels.memoised import memoised
 from kvgraft.kernels.upload import upload
 from kvgraft.kv.rope import Rope
-from kvgraft.prefill.context import Hidden, Reduction
+from kvgraft.prefill.context import DeviceHidden, Hidden, Reduction
 from kvgraft.prefill.cost_calibration import calibrate
+from kvgraft.prefill.device_tokens import DeviceTokens, TokenSet
 from kvgraft.prefill.paged import PagedPrefill
 from kvgraft.prefill.spreading import Spreading
 from kvgraft.prefill.spreading_rows import SpreadingRows
@@ -100,8 +101,32 @@ class VllmPrefill(PagedPrefill):
         # layers whose grafts are copied
         self._grafted: set[int] = set()
 
-    def embed(self, where: Tensor) -> Hidden:
+    @property
+    def chooses_on(self) -> torch.device | None:
+        """The device, if our kernel computes scattered rows in all layers, and no other part of
+        vLLM needs to know them."""
+        host = self._host
+        is_known = (
+            host.device.type == "cpu"
+            or host.drafter is not None
+            or host.residuals.residual_layers
+            or any(group.pool is None for group in host.attention.groups)
+        )
+        return None if is_known else host.device
+
+    def embed(self, where: TokenSet) -> Hidden:
+        if isinstance(where, DeviceTokens):
+            [tokens] = upload(self._host.device, self.token_ids)
+            return DeviceHidden(embed(self._host, tokens[self._indices(where)]), where)
         return Hidden(embed(self._host, self.token_ids[where]), where)
+
+    def _chunks(self, tokens: TokenSet) -> list[PrefillChunk]:
+        if isinstance(tokens, Tensor) or self._rows.has(tokens):
+            return self._rows.of(tokens)
+        positions = self._indices(tokens)
+        if len(self.plan.lengths) > 1:
+            positions = upload(positions.device, self.plan.positions)[0][positions]
+        return self._rows.of_found(tokens, positions, self._slots_of(tokens))
 
     def graft(self, layers: range) -> None:
         self._align([at for index in layers for at in self._host.attentions_of(index)])
@@ -221,7 +246,8 @@ class VllmPrefill(PagedPrefill):
             before_attention = partial(self._spread, index, spreading)
 
         self._enter(index, hidden)
-        stage, chunks = self._stage(hidden), self._rows.of(hidden.where)
+        tokens = hidden.tokens
+        stage, chunks = self._stage(hidden), self._chunks(tokens)
 
         # With several chunks, the KV of all of them must be written before any changes are spread.
         if before_attention is not None and len(chunks) > 1:
@@ -253,9 +279,11 @@ class VllmPrefill(PagedPrefill):
                 queries.append(after[2])
 
         self.computed += self._rows.counts
-        self._query = (index, hidden.where, joined(queries))
+        self._query = (index, tokens, joined(queries))
 
-        after_layer = LayerOutput(parts, hidden.where, chunks)
+        if isinstance(tokens, DeviceTokens):
+            return DeviceHidden(LayerOutput(parts, tokens.known, chunks).states, tokens)
+        after_layer = LayerOutput(parts, tokens, chunks)
         if index == self.num_layers - 1:
             self._enter(self.num_layers, after_layer)
 
@@ -269,7 +297,10 @@ class VllmPrefill(PagedPrefill):
         That pass covers all layers, or all but the first. It computes layer 0 again in the latter
         case. This changes nothing, because only the tokens enter layer 0.
         """
-        layers, chunks = list(layers), self._rows.of(hidden.where)
+        layers = list(layers)
+        if not layers:
+            return hidden
+        chunks = self._rows.of(hidden.where)
         if not self._is_one_forward(layers, chunks, spreading):
             return super().run(layers, hidden, spreading)
 
@@ -306,7 +337,7 @@ class VllmPrefill(PagedPrefill):
         a layer needs the KV of all chunks before it spreads changes.
         """
         every = list(range(self.num_layers))
-        if not (self._host.runs_as_one and layers and layers in (every, every[1:])):
+        if not (self._host.runs_as_one and layers in (every, every[1:])):
             return False
         seconds = sum(self._budget.whole_pass(chunk.known_positions) for chunk in chunks)
         return (spreading is None or len(chunks) == 1) and self._budget.affords(seconds)
@@ -318,13 +349,13 @@ class VllmPrefill(PagedPrefill):
 
     def project(self, index: int, hidden: Hidden) -> None:
         queries = []
-        for number, chunk in enumerate(self._rows.of(hidden.where)):
+        for number, chunk in enumerate(self._chunks(hidden.tokens)):
             if self._budget.spend(self._budget.layer(chunk.known_positions) / PROJECT):
                 self._rows.forget_metadata()
             with self._timed("select"):
                 before = entering(index, halves(hidden, number, chunk))
                 queries.append(self._host.project(index, chunk.slots, chunk.positions, *before))
-        self._query = (index, hidden.where, joined(queries))
+        self._query = (index, hidden.tokens, joined(queries))
 
     def over_heads(self, values: Tensor, reduction: Reduction = "sum") -> Tensor:
         return over_ranks(values, reduction, self._host.device)
@@ -433,10 +464,10 @@ class VllmPrefill(PagedPrefill):
                 index, old_keys + keys[part], old_values + values[part], slots[:, part]
             )
 
-    def _last_query(self) -> tuple[int, Tensor, Tensor]:
+    def _last_query(self) -> tuple[int, TokenSet, Tensor]:
         """Return the queries in the order of their tokens."""
-        index, where, query = super()._last_query()
-        return index, where, self._rows.in_order(where, query)
+        index, tokens, query = super()._last_query()
+        return index, tokens, self._rows.in_order(tokens, query)
 
 
 @torch.inference_mode()

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from kvgraft.core.plan import Plan
-from kvgraft.kernels.layout import AttentionLayout
+from kvgraft.kernels.layout import AttentionLayout, Context
 from kvgraft.kernels.memoised import memoised
 from kvgraft.kernels.upload import upload
+from kvgraft.prefill.device_tokens import DeviceTokens, TokenSet, are_equal
 from kvgraft.vllm.chunks import PrefillChunk, Run, cut, long_first, runs_of
 from kvgraft.vllm.compat.group_attention import LONG_RUN, GroupAttention, RowsMetadata
 from kvgraft.vllm.compat.model import ModelHost
@@ -43,15 +44,70 @@ class RowChunks:
         self.counts = np.zeros(0, np.int64)
         self._host, self._plan, self._tables = host, plan, tables
         self._known_slots, self._slots = known_slots, slots
-        self._where: Tensor | None = None
+        self._tokens: TokenSet | None = None
         self._chunks: list[PrefillChunk] = []
 
-    def of(self, where: Tensor) -> list[PrefillChunk]:
-        """Return the chunks of the tokens that are set in `where` bool [T]."""
-        if self._where is None or not self._where.equal(where):
-            self._where, self._chunks = where, self.cut(where, splits=True)
-            self.counts = np.array([int(where[prompt].sum()) for prompt in self._plan.prompts])
+    def has(self, tokens: TokenSet) -> bool:
+        """Return True if the last chunks are of these tokens."""
+        return self._tokens is not None and are_equal(self._tokens, tokens)
+
+    def of(self, tokens: TokenSet) -> list[PrefillChunk]:
+        """Return the chunks of these tokens. If only the device knows them, `of_found` has come
+        before."""
+        if not self.has(tokens):
+            if not isinstance(tokens, Tensor):
+                raise ValueError("these tokens have no chunks yet")
+            self._tokens, self._chunks = tokens, self.cut(tokens, splits=True)
+            self.counts = self._counts_of(tokens)
         return self._chunks
+
+    def of_found(
+        self, tokens: DeviceTokens, positions: Tensor, slots: Tensor
+    ) -> list[PrefillChunk]:
+        """Return new chunks of tokens that only the device knows completely.
+
+        Our kernel computes all their rows.
+
+        Args:
+            positions: int64 [n] on the device.
+            slots: int64 [groups, n] on the device.
+        """
+        plan, known = self._plan, self._counts_of(tokens.known)
+        parts = np.array([known, *(part.counts for part in tokens.found)])
+        # part and prompt of each row, in which positions ascend; the prompt
+        owners = np.repeat(np.arange(parts.size), parts.flatten())
+        prompts = owners % len(plan.lengths)
+        # For the budget, as if each token were the last of its prompt.
+        latest = torch.from_numpy(np.array(plan.lengths)[prompts] - 1)
+        self._tokens, self._chunks, self.counts = tokens, [], parts.sum(0)
+        for start in range(0, len(owners), self._host.max_rows):
+            rows = slice(start, min(start + self._host.max_rows, len(owners)))
+            _, first, sizes = np.unique(owners[rows], return_index=True, return_counts=True)
+            pieces = list(
+                zip(
+                    prompts[rows][first].tolist(),
+                    positions[rows].split(sizes.tolist()),
+                    strict=True,
+                )
+            )
+            layouts = [self._found_layout(pieces, group) for group in self._host.attention.groups]
+            given = rows, positions[rows], slots[:, rows], latest[rows]
+            self._chunks.append(PrefillChunk(*given, runs=[], num_long=0, layouts=layouts))
+        return self._chunks
+
+    def _found_layout(
+        self, pieces: Sequence[tuple[int, Tensor]], group: GroupAttention
+    ) -> AttentionLayout | None:
+        """Return the layout of positions int64 [k] on the device, by prompt."""
+        if group.pool is None:
+            return None
+        slots = [self._pool_slots(prompt, group.number, group.pool) for prompt, _ in pieces]
+        bounds = [self._plan.lengths[prompt] for prompt, _ in pieces]
+        positions = [at for _, at in pieces]
+        return AttentionLayout(tuple(map(Context, positions, slots, bounds)))
+
+    def _counts_of(self, where: Tensor) -> np.ndarray:
+        return np.array([int(where[prompt].sum()) for prompt in self._plan.prompts])
 
     def cut(self, where: Tensor, *, splits: bool = False) -> list[PrefillChunk]:
         """Return new chunks of the tokens set in `where`.
@@ -89,9 +145,9 @@ class RowChunks:
         for chunk in self._chunks:
             chunk.metadata = None
 
-    def in_order(self, where: Tensor, computed: Tensor) -> Tensor:
+    def in_order(self, tokens: TokenSet, computed: Tensor) -> Tensor:
         """Return rows [n, ...], given in the order of the chunks, in the order of their tokens."""
-        chunks = self.of(where)
+        chunks = self.of(tokens)
         if all(chunk.order is None for chunk in chunks):
             return computed
         ordered = torch.empty_like(computed)
