@@ -61,6 +61,7 @@ ALONE = "read alone"  # each new text was read on its own before: what grafts of
 CONDITIONS: Mapping[str, Condition] = {
     "default": Condition("spread"),
     "depth 4": Condition("spread", {"max_depth": 4}),
+    "depth 16": Condition("spread", {"max_depth": 16}),
     "any depth": Condition("spread", {"max_depth": DEEP}),
     ALONE: Condition("spread", {"max_depth": 0}),
     REFRESHED: Condition("spread", {"max_depth": DEEP}, 0.05),

@@ -8,7 +8,6 @@ from kvgraft.core.approximate_prefix import ApproximatePrefixCache, Continued
 from kvgraft.core.keys import chain_hashes, scope_digest
 
 SIZE = 4
-SOURCE = 7
 WAY, OTHER_WAY = "naive", "epic"
 
 
@@ -38,7 +37,7 @@ def leave(
     way: str = WAY,
 ) -> None:
     cached |= set(keys)
-    known.add(way, chains(*text), first, list(keys), [1] * len(keys), [True] * len(keys), SOURCE)
+    known.add(way, chains(*text), first, list(keys), [1] * len(keys), [True] * len(keys))
 
 
 def test_a_prompt_goes_on_behind_its_exact_blocks(known: ApproximatePrefixCache, cached: set[str]):
@@ -137,8 +136,8 @@ def test_who_comes_second_with_the_same_text_leaves_nothing(
 ):
     leave(known, cached, "abcd", 1, "BCD")
     cached |= set("xyz")
-    assert known.add(WAY, chains(*"abcd"), 1, ["x", "y", "z"], [1, 1, 1], [True] * 3, SOURCE) == 0
-    assert known.add(WAY, chains(*"abce"), 1, ["B", "C", "e"], [1, 1, 1], [False] * 3, SOURCE) == 3
+    assert known.add(WAY, chains(*"abcd"), 1, ["x", "y", "z"], [1, 1, 1], [True] * 3) == 0
+    assert known.add(WAY, chains(*"abce"), 1, ["B", "C", "e"], [1, 1, 1], [False] * 3) == 3
     found = known.find(WAY, chains(*"abce"), 1)
     assert found is not None
     assert found.grafted_blocks == [1, 2], "what was grafted stays so"
@@ -160,6 +159,7 @@ def test_exact_blocks_are_not_given_up_for_a_few_tokens(
 
 
 def test_steps_are_told_where_the_depth_grows():
-    assert Continued(1, ("B", "C", "D", "E"), (1, 1, 3, 2), (True,) * 4, (SOURCE,) * 4).steps(
-        SIZE
-    ) == [(4, 1), (12, 3)]
+    assert Continued(1, ("B", "C", "D", "E"), (1, 1, 3, 2), (True,) * 4).steps(SIZE) == [
+        (4, 1),
+        (12, 3),
+    ]

@@ -54,20 +54,23 @@ def plan_of(
     readings: list[int | None],
     places: Iterable[int] = ZEROS,
     block_size: int = 4,
+    cached: Iterable[bool] = repeat(False),
 ) -> Plan:
     """Texts of these lengths, one behind the other; None: not grafted. A token follows that is
     computed.
 
     Args:
         places: where each was read in its source.
+        cached: texts that are cached where they are, in place of a graft.
     """
-    matches, start = [], 0
-    for length, reading, place in zip(lengths, readings, places, strict=False):
+    matches, hits, start = [], [], 0
+    for length, reading, place, is_hit in zip(lengths, readings, places, cached, strict=False):
         if reading is not None:
             pages = np.arange(-(-(place % block_size + length) // block_size))
-            matches.append(Match(start, length, place, pages, 0, reading))
+            where = hits if is_hit else matches
+            where.append(Match(start, length, place, pages, 0, reading))
         start += length
-    return Plan.for_prompt(start + 1, block_size, matches=matches)
+    return Plan.for_prompt(start + 1, block_size, matches=matches, hits=hits)
 
 
 def chosen(
@@ -122,6 +125,16 @@ def test_turns_that_move_together_were_read_together():
     found = distinguishing_tokens(both, torch.cat([tokens, tokens]), 0.3)
     assert found[:total].any()
     assert not found[total:].any()
+
+
+def test_cached_text_counts_with_the_prompt_that_it_was_read_in():
+    texts = [filled(50, 51), filled(60, 61)]
+    # the last tokens of the first text fill no block, and are computed
+    lengths, tokens = [SIZE - 6, 6, SIZE], torch.tensor([*texts[0], *texts[1], 999])
+    for reading, is_apart in ((2, False), (1, True), (None, True)):
+        plan = plan_of(lengths, [reading, None, 2], cached=[True, False, False])
+        found = distinguishing_tokens(plan, tokens, 0.3).nonzero()[:, 0].tolist()
+        assert {*found} >= {*behind(1)} if is_apart else found == []
 
 
 def test_new_text_of_the_same_form_is_computed_behind_what_is_known_and_tells_it_apart():
@@ -251,20 +264,17 @@ def slow(plan: Plan, tokens: list[int], alike_share: float) -> list[bool]:
         plan.num_tokens,
         [n for n, length in enumerate(plan.lengths) for _ in range(length)],
     )
-    readings, moves = [-1] * total, [0] * total
-    columns = (
-        plan.graft_targets.tolist(),
-        plan.graft_readings.tolist(),
-        plan.graft_shifts.tolist(),
-    )
-    for target, reading, move in zip(*columns, strict=True):
-        readings[target], moves[target] = reading, move
-    segments, number = [], -1
+    readings, moves = plan.readings.tolist(), [0] * total
+    columns = plan.graft_targets.tolist(), plan.graft_shifts.tolist()
+    for target, move in zip(*columns, strict=True):
+        moves[target] = move
+    copied = plan.grafted.tolist()
+    segments, of, number = list[int](), list[tuple[int, int, bool | int]](), -1
     for at in range(total):
-        before = (prompts[at - 1], int(plan.segments[at - 1])) if at else None
-        number += before != (prompts[at], int(plan.segments[at]))
+        of.append((prompts[at], int(plan.segments[at]), not copied[at] and readings[at]))
+        number += not at or of[at - 1] != of[at]
         segments.append(number)
-    copied, in_place = plan.grafted.tolist(), plan.in_place.tolist()
+    in_place = plan.in_place.tolist()
 
     def apart(places: list[int]) -> bool:
         return len({readings[at] for at in places}) > 1 and len({moves[at] for at in places}) > 1
@@ -385,7 +395,8 @@ def test_it_is_what_its_definition_says(data: st.DataObject):
         places = data.draw(
             st.lists(st.integers(0, 40), min_size=len(lengths), max_size=len(lengths))
         )
-        plans.append(plan_of(lengths, readings, places))
+        cached = data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
+        plans.append(plan_of(lengths, readings, places, cached=cached))
         size = plans[-1].num_tokens
         tokens += data.draw(st.lists(st.integers(0, vocabulary), min_size=size, max_size=size))
     plan, share = Plan.batch(plans), data.draw(st.sampled_from((0.0, 0.3, 0.7, 1.0)))

@@ -41,28 +41,36 @@ def test_what_tells_documents_apart_is_recomputed_as_in_the_native_engine():
     assert exact["report"]["grafted_tokens"] == 0
 
 
-@pytest.mark.parametrize("kept", [(1, 2, 3, 3, 3), (1, 2, 3, 2, 3)])
+@pytest.mark.parametrize(
+    ("orders", "reused"),
+    [
+        ([(0,), (0, 1), (0, 1, 2), (1, 2, 3), (2, 3, 4)], "grafted_tokens"),
+        ([(0,), (0, 1), (0, 1, 2), (2, 3), (2, 3, 4)], "continued_tokens"),
+        ([(0,), (0, 1), (0, 1, 2), (1, 0, 2), (1, 2, 0)], "continued_tokens"),
+    ],
+)
 def test_texts_that_a_conversation_has_read_one_behind_the_other_are_told_apart(
-    kept: tuple[int, ...],
+    orders: list[tuple[int, ...]], reused: str
 ):
-    """It brings a text in each turn and keeps so many of them, behind which it may go on."""
+    """Also if a prompt begins with a part of an earlier one."""
     engine = Engine(MODEL_DIR, dtype="float32", block_size=32)
     facts = list(zip(vocabulary.THINGS, vocabulary.NUMBERS, strict=False))
     wording = " the code of {} is {} . the old market rested near the meadow ."
     sheets = [
-        "".join(wording.format(*fact) for fact in facts[at : at + 10])
-        for at in range(0, 10 * len(kept), 10)
+        "".join(wording.format(*fact) for fact in facts[at : at + 10]) for at in range(0, 50, 10)
     ]
-    texts = [sheets[turn + 1 - count : turn + 1] for turn, count in enumerate(kept)]
+    texts = [[sheets[number] for number in order] for order in orders]
     prompts = [
         engine.encode(" ".join(["read this :", *said, "question : code of lamp ?"]))
         for said in texts
     ]
     job = {"read": [], "prompts": prompts, "options": OPTIONS[:1]}
     ours = [report["report"] for [report] in warm.run(ENGINE, job, **ENVIRONMENT)]
-    assert [report["counts"].get("distinguishing_tokens", 0) for report in ours] == [0] * len(kept)
+    assert [report["counts"].get("distinguishing_tokens", 0) for report in ours] == [0] * len(
+        orders
+    )
     assert ours[3]["grafted_tokens"] > 100
-    assert ours[4]["grafted_tokens" if kept[3] == 3 else "continued_tokens"] > 100
+    assert ours[4][reused] > 100
 
     apart = [[sheet] for sheet in texts[2]]
     job = {

@@ -70,7 +70,7 @@ def spoil_grafted_blocks(host: Host) -> int:
     """Overwrite what was grafted, and what only prompts find which go on with it; how many tokens
     that are."""
     known = host.side._continuation._known._blocks.values()
-    blocks = host.known.pool.find({key for key, _, grafted, _ in known if grafted})
+    blocks = host.known.pool.find({key for key, _, grafted in known if grafted})
     host.poison(blocks)
     return len(blocks) * BLOCK
 

@@ -5,8 +5,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvgraft.core.readings import WHOLE, Span
-
 K = TypeVar("K", bound=Hashable)  # key of a block in the host's cache
 
 
@@ -19,19 +17,12 @@ class Continued(Generic[K]):
         depths: depths of their KV, see `Match`.
         grafted: for each block whether it holds grafted tokens. The others were computed behind
             grafts.
-        sources: sources that computed the blocks, see `BlockProvenance.source`.
     """
 
     first_block: int
     keys: tuple[K, ...]
     depths: tuple[int, ...]
     grafted: tuple[bool, ...]
-    sources: tuple[int, ...]
-
-    @property
-    def spans(self) -> list[Span]:
-        """Spans that a continuing prompt was computed behind: see `Readings.add`."""
-        return [(source, 0, WHOLE) for source in dict.fromkeys(self.sources)]
 
     @property
     def stop_block(self) -> int:
@@ -71,7 +62,7 @@ class ApproximatePrefixCache(Generic[K]):
         self._num_lost = 0
         self._capacity = 2 * capacity
         # by preceding block and chain
-        self._blocks: dict[tuple[Hashable, bytes], tuple[K, int, bool, int]] = {}
+        self._blocks: dict[tuple[Hashable, bytes], tuple[K, int, bool]] = {}
 
     def __len__(self) -> int:
         """Blocks known, live and dead."""
@@ -85,7 +76,6 @@ class ApproximatePrefixCache(Generic[K]):
         keys: Sequence[K],
         depths: Sequence[int],
         grafted: Sequence[bool],
-        source: int,
     ) -> int:
         """Let prompts continue from blocks first_block, ... of a text. Return how many of them
         prompts can reach.
@@ -99,7 +89,6 @@ class ApproximatePrefixCache(Generic[K]):
             chains: `chain_hashes` of all its blocks.
             first_block: the first approximate one.
             keys, depths, grafted: of this block and those behind it, see `Continued`.
-            source: source number of the request.
         """
         before: Hashable = root
         blocks = zip(chains[first_block:], keys, depths, grafted, strict=False)
@@ -108,7 +97,7 @@ class ApproximatePrefixCache(Generic[K]):
             if known is not None and known[0] != key and self._is_cached(known[0]):
                 return count
             if known is None or known[0] != key:
-                self._blocks[before, chain] = key, depth, is_grafted, source
+                self._blocks[before, chain] = key, depth, is_grafted
             before = key
 
         if len(self._blocks) > self._capacity:
@@ -150,9 +139,7 @@ class ApproximatePrefixCache(Generic[K]):
         """Forget everything."""
         self._blocks.clear()
 
-    def _follow(
-        self, before: Hashable, chains: Sequence[bytes]
-    ) -> Iterator[tuple[K, int, bool, int]]:
+    def _follow(self, before: Hashable, chains: Sequence[bytes]) -> Iterator[tuple[K, int, bool]]:
         following = iter(chains)
         for chain in following:
             block = self._blocks.get((before, chain))

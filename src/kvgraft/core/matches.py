@@ -111,14 +111,12 @@ class Match:
 
 def grafted_tokens(
     matches: Sequence[Match], block_size: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """List the tokens of matches one after the other, int64 [g] each.
 
     Returns:
-        Positions in the prompt, slots in the paged KV pool, shifts (new minus old position), and
-            `Match.reading`.
+        Positions in the prompt, slots in the paged KV pool, and shifts (new minus old position).
     """
-    readings = [m.source if m.reading is None else m.reading for m in matches]
     rows = [(m.start, m.length, m.source_start, len(m.pages)) for m in matches]
     starts, lengths, source_starts, num_pages = np.array(rows, np.int64).reshape(-1, 4).T
     pages = np.concatenate([np.zeros(0, np.int64), *(match.pages for match in matches)])
@@ -128,9 +126,4 @@ def grafted_tokens(
     numbers, before = np.arange(lengths.sum()), lengths.cumsum() - lengths
     places, held = (numbers + (first - before).repeat(lengths) for first in (starts, firsts))
 
-    return (
-        places,
-        slots[held],
-        (starts - source_starts).repeat(lengths),
-        np.array(readings, np.int64).repeat(lengths),
-    )
+    return places, slots[held], (starts - source_starts).repeat(lengths)

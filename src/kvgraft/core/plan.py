@@ -47,8 +47,8 @@ class Plan:
         graft_targets: int64 [g], positions in 0..T of the tokens that are copied, ascending.
         graft_sources: int64 [g], pool slot that each one is copied from.
         graft_shifts: int64 [g], new minus old position: the argument of delta-RoPE.
-        graft_readings: int64 [g], identity of the prompt that each one was read in
-            (`Match.reading`).
+        readings: int64 [T], identity of the prompt that each token was read in (`Match.reading`);
+            -1 for fresh tokens and where it is not known.
         ends_in_graft: per prompt, whether known text reached its last token (which is computed
             anyway).
     """
@@ -59,7 +59,7 @@ class Plan:
     graft_targets: Tensor
     graft_sources: Tensor
     graft_shifts: Tensor
-    graft_readings: Tensor
+    readings: Tensor
     ends_in_graft: tuple[bool, ...]
 
     @classmethod
@@ -70,6 +70,7 @@ class Plan:
         prefix_blocks: Iterable[int] = (),
         matches: Sequence[Match] = (),
         in_place: Iterable[int] = (),
+        hits: Sequence[Match] = (),
     ) -> "Plan":
         """Return the plan of one prompt of `num_tokens` tokens.
 
@@ -79,6 +80,7 @@ class Plan:
             prefix_blocks: indices of the prompt's blocks that hits provide.
             matches: grafts, disjoint from each other and from the prefix blocks.
             in_place: prefix blocks that are approximate, and that a policy may recompute in place.
+            hits: text of the prefix blocks, with its readings.
         """
         kinds = np.full(num_tokens, Kind.FRESH, np.uint8)
         in_blocks(kinds, block_size)[list(prefix_blocks)] = Kind.PREFIX
@@ -89,9 +91,15 @@ class Plan:
 
         ends_in_graft = bool(kinds[-1] == Kind.GRAFTED)
         kinds[-1] = Kind.FRESH
+        readings = np.full(num_tokens, -1, np.int64)
+        for match in (*hits, *matches):
+            read_in = match.source if match.reading is None else match.reading
+            readings[match.start : match.start + match.length] = read_in
+
+        readings[-1] = -1
         grafts = grafted_tokens(matches, block_size)
         count = len(grafts[0]) - ends_in_graft
-        targets, sources, shifts, readings = (torch.from_numpy(values[:count]) for values in grafts)
+        targets, sources, shifts = (torch.from_numpy(values[:count]) for values in grafts)
         return cls(
             kinds=torch.from_numpy(kinds),
             lengths=(num_tokens,),
@@ -99,7 +107,7 @@ class Plan:
             graft_targets=targets,
             graft_sources=sources,
             graft_shifts=shifts,
-            graft_readings=readings,
+            readings=torch.from_numpy(readings),
             ends_in_graft=(ends_in_graft,),
         )
 
@@ -128,7 +136,7 @@ class Plan:
             ),
             torch.cat([plan.graft_sources for plan in plans]),
             torch.cat([plan.graft_shifts for plan in plans]),
-            torch.cat([plan.graft_readings for plan in plans]),
+            torch.cat([plan.readings for plan in plans]),
             tuple(ends for plan in plans for ends in plan.ends_in_graft),
         )
 
@@ -144,7 +152,7 @@ class Plan:
             none,
             none,
             none,
-            none,
+            torch.where(self.grafted, -1, self.readings),
             (False,) * len(self.lengths),
         )
 
@@ -153,7 +161,7 @@ class Plan:
         before `start` are computed."""
         kinds = self.kinds[:stop].clone()
         kinds[:start] = Kind.PREFIX
-        return replace(self, kinds=kinds, lengths=(stop,))
+        return replace(self, kinds=kinds, lengths=(stop,), readings=self.readings[:stop])
 
     @property
     def num_tokens(self) -> int:

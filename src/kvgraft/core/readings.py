@@ -13,8 +13,8 @@ import numpy as np
 
 from kvgraft.core.matches import Match
 
-Span = tuple[int, int, int]  # a source, and the positions [start, stop) in it
-WHOLE = 1 << 31  # a position behind every token
+# a source, positions [start, stop) in it, and where the first of them stands in the reader
+Span = tuple[int, int, int, int]
 # Number of sources that are remembered.
 CAPACITY = 1 << 15
 # Share of a match that must have been read together with another match.
@@ -26,8 +26,8 @@ class Readings:
 
     def __init__(self) -> None:
         self._behind: dict[int, np.ndarray] = {}  # source -> spans int64 [n, 3]
-        # For each page: its version, and the source that computed it.
-        self._held = np.full((0, 2), -1, np.int64)
+        # For each page: its version, the source that its text was read in, and its place there.
+        self._held = np.full((0, 3), -1, np.int64)
 
     def note(
         self,
@@ -40,39 +40,63 @@ class Readings:
     ) -> None:
         """Note the pages int64 [n] of a source in these versions, from its block `first` on.
 
-        Pages that others have computed are its prefix. For spans see `add`.
+        Pages that others have computed are its prefix. Pages that hold copies keep the place that
+        they were copied from. For spans see `add`.
         """
         if len(pages) and len(self._held) <= pages.max():
-            more = np.full((2 * int(pages.max()) + 2 - len(self._held), 2), -1, np.int64)
+            more = np.full((2 * int(pages.max()) + 2 - len(self._held), 3), -1, np.int64)
             self._held = np.vstack([self._held, more])
 
-        is_known = self._held[pages, 0] == versions
-        self._held[pages[~is_known]] = np.stack(
-            [versions[~is_known], np.full((~is_known).sum(), source)], 1
-        )
+        blocks, spans = first + np.arange(len(pages)), list(spans)
         if not first:
-            places, others = np.flatnonzero(is_known), self._held[pages[is_known], 1]
-            cuts = np.flatnonzero(
-                (np.diff(places, prepend=-2) != 1) | (np.diff(others, prepend=-2) != 0)
+            self.add(source, (*spans, *spans_of(self.hits(blocks, pages, versions, block_size))))
+
+        origins = np.stack([versions, np.full(len(pages), source), blocks * block_size], 1)
+        for other, start, stop, place in spans:
+            # blocks of which at least half is copied
+            edges = np.rint(np.array([place, place + stop - start]) / block_size).astype(int)
+            low, high = (edges - first).clip(0).tolist()
+            origins[low:high, 1] = other
+            origins[low:high, 2] = blocks[low:high] * block_size + start - place
+
+        is_new = self._held[pages, 0] != versions
+        self._held[pages[is_new]] = origins[is_new]
+
+    def hits(
+        self, blocks: np.ndarray, pages: np.ndarray, versions: np.ndarray, block_size: int
+    ) -> list[Match]:
+        """Return the cached blocks int64 [n] of a prompt as matches with the text that was read.
+
+        Args:
+            blocks: numbers of the blocks in the prompt, ascending.
+            pages, versions: their pages, and the versions of these. Pages that were never noted are
+                left out.
+        """
+        is_known = np.zeros(len(pages), bool)
+        inside = pages < len(self._held)
+        is_known[inside] = self._held[pages[inside], 0] == versions[inside]
+        blocks, pages = blocks[is_known], pages[is_known]
+        if not len(blocks):
+            return []
+
+        places = np.stack([blocks * block_size, *self._held[pages, 1:].T])
+        joined = (np.diff(places) == [[block_size], [0], [block_size]]).all(0)
+        firsts = np.flatnonzero(np.append(True, ~joined))
+        lengths = block_size * np.diff(firsts, append=len(blocks))
+        return [
+            Match(start, length, source_start, run, 0, source)
+            for (start, source, source_start), length, run in zip(
+                places[:, firsts].T.tolist(),
+                lengths.tolist(),
+                np.split(pages, firsts[1:]),
+                strict=True,
             )
-            prefix = [
-                (int(run[0]), int(at[0]) * block_size, (int(at[-1]) + 1) * block_size)
-                for run, at in zip(
-                    np.split(others, cuts)[1:], np.split(places, cuts)[1:], strict=True
-                )
-            ]
-            self.add(source, (*spans, *prefix))
+        ]
 
     def add(self, source: int, spans: Iterable[Span]) -> None:
-        """Note that a source was read behind these spans of others.
-
-        A span that is a whole source includes all spans that this source was read behind.
-        """
-        rows = np.array(list(spans), np.int64).reshape(-1, 3)
-        whole = rows[rows[:, 2] == WHOLE, 0].tolist()
-        self._behind[source] = np.unique(
-            np.vstack([rows, *(self._of(other) for other in whole)]), axis=0
-        )
+        """Note that a source was read behind these spans of others."""
+        rows = np.array(list(spans), np.int64).reshape(-1, 4)[:, :3]
+        self._behind[source] = np.unique(rows, axis=0)
         while len(self._behind) > CAPACITY:
             del self._behind[next(iter(self._behind))]
 
@@ -131,5 +155,6 @@ class Readings:
 def spans_of(matches: Iterable[Match]) -> list[Span]:
     """Return the spans of the sources of matches."""
     return [
-        (match.source, match.source_start, match.source_start + match.length) for match in matches
+        (match.source, match.source_start, match.source_start + match.length, match.start)
+        for match in matches
     ]

@@ -1,6 +1,6 @@
 """Index of the page contents that prompts can graft from."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -82,8 +82,21 @@ class ReuseIndex:
         )
 
     def match(self, query: MatchQuery) -> list[Match]:
-        """Return the matches that can be grafted: `SegmentIndex.match`, with `Match.reading`."""
-        return self.readings.label(self.segments.match(query))
+        """Return the matches that can be grafted: `SegmentIndex.match`."""
+        return self.segments.match(query)
+
+    def label(
+        self, hits: Mapping[int, int], matches: Sequence[Match]
+    ) -> tuple[list[Match], list[Match]]:
+        """Return the cached blocks of a prompt (block -> page) as matches, and its matches, both
+        with `Match.reading`."""
+        if not matches:
+            return [], []
+        blocks, pages = np.array(sorted(hits.items()), np.int64).reshape(-1, 2).T
+        versions, size = self.pool.versions_of(pages.tolist()), self.pool.block_size
+        cached = self.readings.hits(blocks, pages, versions, size)
+        labelled = self.readings.label([*cached, *matches])
+        return labelled[: len(cached)], labelled[len(cached) :]
 
     def clear(self) -> None:
         """Forget everything."""

@@ -262,9 +262,8 @@ class CacheLookup:
         grafted = sequence.admitted_plan.grafted_blocks
         # Blocks of the answer hold no grafted tokens.
         is_grafted = np.pad(grafted, (0, len(depths)))[first : len(depths)].tolist()
-        source = sequence.offer.source
         self.continuations.add(
-            sequence.recovery_key, chains, first, keys, depths[first:].tolist(), is_grafted, source
+            sequence.recovery_key, chains, first, keys, depths[first:].tolist(), is_grafted
         )
 
     def _matches(

@@ -248,7 +248,8 @@ class Memory:
             plan = Plan.for_documents(sequence.num_prompt, size, sequence.documents)
         else:
             in_place = self._in_place(reuse) if sequence.policy.recovers_in_place else ()
-            plan = Plan.for_prompt(sequence.num_prompt, size, reuse.hits, reuse.matches, in_place)
+            hits, matches = self.lookup.index.label(reuse.hits, reuse.matches)
+            plan = Plan.for_prompt(sequence.num_prompt, size, reuse.hits, matches, in_place, hits)
 
         sequence.set_plan(plan)
         return lists

@@ -138,7 +138,7 @@ class SequenceState:
             ((match.start, match.depth + 1) for match in matches), spans_of(matches)
         )
         if continued:
-            self.offer.mark_approximate(continued.steps(block_size), continued.spans)
+            self.offer.mark_approximate(continued.steps(block_size))
 
     def decide(self, estimate: CostEstimate) -> None:
         """Note the cost estimate by which grafts were chosen or refused."""

@@ -33,7 +33,6 @@ SUBJECT_SHARE = 0.2
 SUBJECT_SEGMENTS = 3  # least number of segments on one subject
 # A segment with fewer tokens is a sentence of some text, not a text of its own.
 TEXT_TOKENS = 24
-_OWN = -1  # the reading of tokens that are not copied
 _FACTOR = np.uint64(6364136223846793005)  # multiplier of the fingerprints
 
 
@@ -121,20 +120,19 @@ class _Text:
     Attributes:
         copied: bool [T], grafted and not in place.
         segments: int64 [T], number of each token's segment: tokens of one prompt that moved by one
-            distance, or that are not copied.
+            distance, or that are not copied and of one reading.
     """
 
     def __init__(self, plan: Plan, token_ids: Tensor) -> None:
         prompts = np.repeat(np.arange(len(plan.lengths)), plan.lengths)
         self._tokens = token_ids.numpy().astype(np.uint64)
         self._prompts = prompts.astype(np.uint64)
-        self.segments = _numbered(prompts, plan.segments.numpy())
         self.copied = (plan.grafted & ~plan.in_place).numpy()
+        self._readings, self._moves = plan.readings.numpy(), np.zeros(plan.num_tokens, int)
+        own = np.where(self.copied, -1, self._readings)
+        self.segments = _numbered(prompts, plan.segments.numpy(), own)
         self._least = 2 * plan.block_size
-        self._readings, self._moves = np.full(plan.num_tokens, _OWN), np.zeros(plan.num_tokens, int)
-        targets = plan.graft_targets.numpy()
-        self._readings[targets] = plan.graft_readings.numpy()
-        self._moves[targets] = plan.graft_shifts.numpy()
+        self._moves[plan.graft_targets.numpy()] = plan.graft_shifts.numpy()
 
     def shared(self, counts: np.ndarray, length: int) -> np.ndarray:
         """Return the tokens in runs of `length` that occur in other text of the prompt: bool [T].

@@ -91,9 +91,9 @@ class Planner:
         if not matches and not in_place:
             return reason, None
 
-        plan = Plan.for_prompt(
-            len(tokens), self.block_size, range(num_prefix // self.block_size), matches, in_place
-        )
+        prefix = range(num_prefix // self.block_size)
+        hits, matches = self.index.label(dict(zip(prefix, state.prefix, strict=False)), matches)
+        plan = Plan.for_prompt(len(tokens), self.block_size, prefix, matches, in_place, hits)
 
         sources = sorted(set((plan.graft_sources // self.block_size).tolist()))
         steps = tuple((match.start, match.depth + 1) for match in matches)

@@ -81,7 +81,7 @@ class HashMasking:
         state.hashes, state.continued = (first, hashes[first:]), continued
         hashes[first:stop] = continued.keys
         self._rename(hashes, stop)
-        state.offer.mark_approximate(continued.steps(self._block_size), continued.spans)
+        state.offer.mark_approximate(continued.steps(self._block_size))
 
     def undo(self, state: RequestState) -> None:
         """Restore vLLM's own hashes, and mark nothing of the request as approximate."""
@@ -104,9 +104,7 @@ class HashMasking:
             self.undo(state)
         else:
             state.offer.reset(state.num_exact)
-            state.offer.mark_approximate(
-                state.continued.steps(self._block_size), state.continued.spans
-            )
+            state.offer.mark_approximate(state.continued.steps(self._block_size))
 
     def release(self, state: RequestState) -> None:
         """Make the masked blocks of a request reclaimable before it frees them.
@@ -196,7 +194,7 @@ class PrefixContinuation:
 
         # Generated tokens behind the plan hold no grafts.
         is_grafted = np.pad(grafted, (0, stop))[first:stop].tolist()
-        left = hashes[first:stop], depths, is_grafted, state.offer.source
+        left = hashes[first:stop], depths, is_grafted
         num_added = self._known.add(state.recovery_key, chains, first, *left)
         state.num_continuable = first + num_added
 
