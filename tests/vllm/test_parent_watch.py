@@ -27,7 +27,7 @@ def work(ignores, pipe):
     time.sleep(600)
 
 if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(sys.argv[2])
     ours, theirs = context.Pipe()
     child = context.Process(target=work, args=(bool(int(sys.argv[1])), theirs))
     child.start()
@@ -46,12 +46,15 @@ def ends_within(process: psutil.Process, seconds: float) -> bool:
     return True
 
 
-@pytest.mark.parametrize("ignores", [False, True])
-def test_a_process_ends_when_its_parent_is_killed(ignores: bool, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("ignores", "method"),
+    [(False, "spawn"), (True, "spawn"), (False, "fork"), (False, "forkserver")],
+)
+def test_a_process_ends_when_its_parent_is_killed(ignores: bool, method: str, tmp_path: Path):
     """Paired: not before, and not at once where it may take its time to end in order."""
     program = tmp_path / "parent.py"
     program.write_text(PARENT)
-    command = [sys.executable, str(program), str(int(ignores))]
+    command = [sys.executable, str(program), str(int(ignores)), method]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))

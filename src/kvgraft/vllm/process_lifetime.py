@@ -5,6 +5,9 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
+
+import psutil
 
 from kvgraft.vllm.options import CONTROL_TOKEN
 
@@ -35,18 +38,20 @@ def end_with_parent() -> None:
     Only processes that vLLM has started are watched. A server that a shell has started outlives the
     shell.
     """
-    is_child = multiprocessing.parent_process() is not None
-    if not is_child or any(thread.name == _NAME for thread in threading.enumerate()):
+    # With a fork server this is the process that asked for this one. The fork server itself lives
+    # as long as its children.
+    parent = multiprocessing.parent_process()
+    if parent is None or any(thread.name == _NAME for thread in threading.enumerate()):
         return
-    # With a fork server the parent is that server, not the process that started this one. Both end
-    # together.
-    threading.Thread(target=_watch, args=(os.getppid(),), name=_NAME, daemon=True).start()
+    threading.Thread(target=_watch, args=(parent.pid,), name=_NAME, daemon=True).start()
 
 
 def _watch(parent: int) -> None:
-    """Wait until the parent is gone, then end this process, in order if possible."""
-    while os.getppid() == parent:
-        time.sleep(LOOK_S)
+    """Wait until the process `parent` is gone, then end this process, in order if possible."""
+    with suppress(psutil.NoSuchProcess):
+        watched = psutil.Process(parent)
+        while watched.is_running() and watched.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(LOOK_S)
 
     # vLLM's own handler ends requests and workers, and lets stores write what they hold.
     os.kill(os.getpid(), signal.SIGTERM)
