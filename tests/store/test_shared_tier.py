@@ -2,10 +2,12 @@
 every failure."""
 
 import logging
+import multiprocessing
 import os
 import threading
 import time
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from kvgraft.store import SegmentStore, StoreDirectory, StoreOptions
 from kvgraft.store.file_backend import FileBackend
 from kvgraft.store.files import encode, most_bytes
 from kvgraft.store.redis_backend import RedisBackend
-from kvgraft.store.secret import CACHE_SECRET
+from kvgraft.store.secret import CACHE_SECRET, find_secret
 from kvgraft.store.shared import PAUSE_S, CircuitBreaker, Sharing, open_backend
 from kvgraft.store.signer import without_source
 from redis_server import needs_redis, redis_server
@@ -750,3 +752,34 @@ def test_a_directory_that_cannot_be_opened_ends_the_shared_tier(tmp_path, monkey
             not [thread for thread in threading.enumerate() if thread.name == "kvgraft-shared-news"]
         )
     )
+
+
+def _read_beside_pipes(root: Path) -> None:
+    with closing(FileBackend(f"file://{root}", "", ROOM, 1.0)) as place:
+        found, _ = place.read_log("", 10)
+        assert found == [b"whole"]
+        assert place.get("s/good", 100) == b"data"
+        with pytest.raises(OSError, match="is no regular file"):
+            place.get("s/pipe", 100)
+        assert place.put("s/new", b"more", b"data"), "a scan of the place passes them by"
+    with pytest.raises(OSError, match="is no regular file"):
+        find_secret(root)
+
+
+def test_nobody_waits_for_a_pipe_in_a_shared_directory(tmp_path):
+    """As a chunk, a record or the secret; in a process of its own, since `open` may block."""
+    root = tmp_path / "shared"
+    with closing(FileBackend(f"file://{root}", "", ROOM, 1.0)) as place:
+        place.put("s/good", b"whole", b"data")
+    [record] = root.glob("records/*/*")
+    for path in ("chunks/s/pipe", f"{record.parent.relative_to(root)}/0{record.name[:19]}-s-pipe"):
+        os.mkfifo(root / path, 0o600)
+    os.mkfifo(root / "secret", 0o600)
+    reader = multiprocessing.get_context("fork").Process(target=_read_beside_pipes, args=(root,))
+    reader.start()
+    reader.join(PATIENCE_S)
+    try:
+        assert reader.exitcode == 0, "it waits, or found something else"
+    finally:
+        reader.kill()
+        reader.join()
