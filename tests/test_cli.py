@@ -564,3 +564,14 @@ def test_kvgraft_alone_prints_its_help_and_no_error(capsys: pytest.CaptureFixtur
     printed = capsys.readouterr()
     assert "Commands" in printed.out
     assert printed.err == ""
+
+
+def test_a_command_that_is_interrupted_says_so_once(capsys: pytest.CaptureFixture[str]):
+    interrupted = typer.Typer()
+
+    @interrupted.command()
+    def wait() -> None:
+        raise KeyboardInterrupt
+
+    assert run(interrupted, []) == 130
+    assert capsys.readouterr().err == "aborted\n"

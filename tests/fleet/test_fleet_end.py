@@ -2,6 +2,7 @@
 has started."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from fleets import Corpus, running_fleet
+from fleets import SETTINGS, START_S, Corpus, running_fleet
 
 from kvgraft.fleet.ingress import RETRY_S
 
@@ -74,6 +75,59 @@ def test_a_fleet_that_is_interrupted_ends_all_that_it_has_started(tmp_path: Path
         time.sleep(0.2)
     assert alive(processes) == []
     assert seconds < 45
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    """Whether all of them end; a minute is plenty."""
+    return not psutil.wait_procs(alive(processes), timeout=60)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_fleet_that_is_interrupted_before_it_is_up_ends_all_that_it_has_started(
+    number: signal.Signals, tmp_path: Path
+):
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "kvgraft", "fleet", "--kvgraft-single-tenant", "--port", "0"]
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            command, env=os.environ | SETTINGS, stdout=output, stderr=output, start_new_session=True
+        ) as fleet,
+    ):
+        started = psutil.Process(fleet.pid)
+        while not any("serve" in one.cmdline() for one in started.children(recursive=True)):
+            assert fleet.poll() is None, log.read_text(errors="replace")
+            time.sleep(0.2)
+        processes = started.children(recursive=True)
+        fleet.send_signal(number)
+        assert fleet.wait(START_S) == 130
+    text = log.read_text(errors="replace")
+    assert text.count("aborted") == 1
+    assert "Traceback" not in text
+    assert gone(processes)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_a_second_signal_ends_the_drain(tmp_path: Path):
+    sent = {"model": "bundled", "prompt": Corpus(20, 1).prompt(0)[0], "ignore_eos": True}
+    sent |= {"stream": True, "max_tokens": 3000, "n": 8}
+    with running_fleet(["--replicas", "1", "--drain-s", "3000"], tmp_path / "log", {}) as fleet:
+        fleet.wait_for(1)
+        processes = psutil.Process(fleet.process.pid).children(recursive=True)
+        with fleet.http() as client, client.stream("POST", "/v1/completions", json=sent) as stream:
+            texts = stream.iter_text()
+            next(texts)
+            fleet.process.send_signal(signal.SIGINT)
+            with fleet.http() as other:
+                while other.post("/v1/completions", json={}).status_code != 503:
+                    time.sleep(0.1)
+            fleet.process.send_signal(signal.SIGINT)
+            # 0 after a drain
+            assert fleet.process.wait(START_S) == 130
+    assert gone(processes)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,9 @@ from kvgraft.cli import fleet, generate, models, serve, store  # noqa: F401  # t
 from kvgraft.cli.laboratory import add_commands
 from kvgraft.cli.options import app
 
+# exit code of a command that Ctrl-C has ended
+INTERRUPTED = 130
+
 add_commands(app)
 
 
@@ -30,15 +33,18 @@ def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
     try:
         code = command(args=arguments, standalone_mode=False)
     except typer.Exit as stop:
-        return stop.exit_code
+        code = stop.exit_code
     except (typer.Abort, KeyboardInterrupt):
-        print("aborted", file=sys.stderr)
-        return 130
+        code = INTERRUPTED
     except (ValueError, OSError, MemoryError, msgspec.MsgspecError, typer.TyperException) as error:
         text = error.format_message() if hasattr(error, "format_message") else str(error)
         if text.strip():  # `kvgraft` alone has printed its help
             print(f"kvgraft: {' '.join(text.split())}", file=sys.stderr)
         return 2
+
+    # typer turns KeyboardInterrupt into this code
+    if code == INTERRUPTED:
+        print("aborted", file=sys.stderr)
     return code if isinstance(code, int) else 0
 
 

@@ -148,15 +148,15 @@ def run(options: FleetOptions, at: FleetAddress) -> None:
 
     Raises:
         ValueError: the options contradict each other, or no server has started.
+        KeyboardInterrupt: a signal came before the fleet was up, or a second one during its drain.
+            All that was started has ended.
     """
     _check_exposure(options, at.host)
     app = application(options)
-    start_ray(options, at.host, at.port, at.address)
-
-    for number in (signal.SIGTERM, signal.SIGINT) if at.address is None else ():
-        signal.signal(number, _interrupt)
-
     try:
+        start_ray(options, at.host, at.port, at.address)
+        for number in (signal.SIGTERM, signal.SIGINT) if at.address is None else ():
+            signal.signal(number, _interrupt)
         _start(app)
         print(f"kvgraft fleet: http://{at.host}:{at.port}", flush=True)
         if at.address is None:
@@ -164,6 +164,9 @@ def run(options: FleetOptions, at: FleetAddress) -> None:
                 threading.Event().wait()
             # a second signal ends this at once
             end_fleet(NAME, options.drain_s)
+    # the handler that Ray sets for SIGTERM while it starts
+    except SystemExit as stop:
+        raise KeyboardInterrupt from stop
     finally:
         if at.address is None:
             # ends every process of this Ray, including the one that listens
