@@ -65,6 +65,7 @@ CONDITIONS: Mapping[str, Condition] = {
     "any depth": Condition("spread", {"max_depth": DEEP}),
     ALONE: Condition("spread", {"max_depth": 0}),
     REFRESHED: Condition("spread", {"max_depth": DEEP}, 0.05),
+    "any depth, recompute 5 %": Condition("spread:recompute_share=0.05", {"max_depth": DEEP}),
     "any depth, naive": Condition("naive", {"max_depth": DEEP}),
     NOISE: Condition("full"),
 }

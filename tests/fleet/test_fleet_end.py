@@ -115,7 +115,9 @@ def test_a_second_signal_ends_the_drain(tmp_path: Path):
     sent = {"model": "bundled", "prompt": Corpus(20, 1).prompt(0)[0], "ignore_eos": True}
     sent |= {"stream": True, "max_tokens": 3000, "n": 8}
     with running_fleet(["--replicas", "1", "--drain-s", "3000"], tmp_path / "log", {}) as fleet:
-        fleet.wait_for(1)
+        # it answers a little earlier, and a signal would end its start
+        while "kvgraft fleet: http" not in fleet.log.read_text(errors="replace"):
+            time.sleep(0.2)
         processes = psutil.Process(fleet.process.pid).children(recursive=True)
         with fleet.http() as client, client.stream("POST", "/v1/completions", json=sent) as stream:
             texts = stream.iter_text()
