@@ -81,7 +81,7 @@ def test_it_reads_what_the_last_turn_has_left(engine: Engine):
 def grafted_slots(engine: Engine) -> list[int]:
     """Where the KV lies that was grafted, and that only prompts find which go on with it."""
     blocks = engine.memory.lookup.continuations._blocks.values()
-    pages = {engine.memory.pool.lookup(key) for key, _, grafted, _ in blocks if grafted}
+    pages = {engine.memory.pool.lookup(key) for key, _, grafted in blocks if grafted}
     return [page * SIZE + offset for page in pages if page is not None for offset in range(SIZE)]
 
 
