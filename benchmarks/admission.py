@@ -26,6 +26,7 @@ from rich.progress import track
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.core import block_index
 from kvgraft.core.block_index import VirtualBlockIndex
+from kvgraft.core.plan import Plan
 from kvgraft.core.provenance import BlockProvenance
 from kvgraft.engine.lookup import CacheLookup
 from kvgraft.engine.memory import Memory
@@ -43,7 +44,7 @@ PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
         (VirtualBlockIndex, "_extend"),
         (VirtualBlockIndex, "_as_matches"),
     ),
-    "plan": ((Memory, "_start"),),
+    "plan": ((Plan, "for_prompt"), (Memory, "_start")),
     "rest": ((Memory, "admit"),),
 }
 

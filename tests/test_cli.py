@@ -529,7 +529,7 @@ def test_profile_costs_writes_what_an_engine_and_analyze_take(
         prompt["full_s"] > 0 < prompt["copied_s"] <= prompt["grafted_s"]
         for prompt in found["prompts"]
     )
-    assert Engine(MODEL_DIR, num_pages=64, costs=out).memory.lookup.cost_model.costs == costs  # type: ignore[union-attr]
+    assert Engine(MODEL_DIR, num_pages=64, costs=out).memory.admission.cost_model.costs == costs  # type: ignore[union-attr]
     assert run(app, ["profile-costs", "--out", str(out), "--recomputed-share", "0"]) == 0
     assert "0% is computed again" in " ".join(capsys.readouterr().out.split())
 

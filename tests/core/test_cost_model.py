@@ -178,7 +178,7 @@ def test_the_engine_grafts_what_is_worth_it(model_dirs: dict[str, Path], tmp_pat
     assert report.grafted_tokens >= 144
     assert report.estimated_full_s == 200
     assert 40 <= report.estimated_reuse_s < 100
-    assert 0 < engine.memory.lookup.cost_model.work[str(engine.policy)].shares[0] < 0.5
+    assert 0 < engine.memory.admission.cost_model.work[str(engine.policy)].shares[0] < 0.5
     for unknown, reason in ((4, "too_short"), (100, "no_known_text")):
         report = ask(engine, document[:144] + words(unknown, 6))
         assert (report.prefix_tokens, report.outcome, report.reason) == (144, "prefix_only", reason)
@@ -191,7 +191,7 @@ def test_the_engine_grafts_what_is_worth_it(model_dirs: dict[str, Path], tmp_pat
 
 def test_costs_can_be_measured(model_dirs: dict[str, Path]):
     engine = Engine(model_dirs["qwen3"], dtype="float32", costs="measured")
-    costs = engine.memory.lookup.cost_model.costs
+    costs = engine.memory.admission.cost_model.costs
     assert costs.copy_s > 0
     assert costs.pass_s + costs.token_s + costs.pair_s > 0
     document = words(160, 1)

@@ -80,7 +80,7 @@ def test_it_reads_what_the_last_turn_has_left(engine: Engine):
 
 def grafted_slots(engine: Engine) -> list[int]:
     """Where the KV lies that was grafted, and that only prompts find which go on with it."""
-    blocks = engine.memory.lookup.continuations._blocks.values()
+    blocks = engine.memory.admission.approximate._blocks.values()
     pages = {engine.memory.pool.lookup(key) for key, _, grafted in blocks if grafted}
     return [page * SIZE + offset for page in pages if page is not None for offset in range(SIZE)]
 
@@ -190,7 +190,7 @@ def test_new_text_behind_it_is_grafted(engine: Engine):
 def test_it_ends_with_its_pages(engine: Engine):
     prompt = second_turn(engine, Naive())
     before = ask(engine, prompt, Naive(), remember=False).report.continued_tokens
-    chain = engine.memory.lookup.continuations
+    chain = engine.memory.admission.approximate
     last = [engine.memory.pool.lookup(key) for key, *_ in chain._blocks.values()][-1]
     engine.memory.pool._drop([last])
     assert ask(engine, prompt, Naive(), remember=False).report.continued_tokens == before - SIZE

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from kvgraft.core.admission import Admission
 from kvgraft.core.cost_model import EXACTNESS_WEIGHT, CostModel
 from kvgraft.core.costs import TOKENS, Costs
 from kvgraft.core.keys import scope_digest
@@ -16,7 +17,6 @@ from kvgraft.core.pins import PinnedDocuments
 from kvgraft.core.provenance import BlockProvenance
 from kvgraft.core.reuse_index import ReuseIndex
 from kvgraft.core.segmentation import Similarity
-from kvgraft.engine.lookup import CacheLookup
 from kvgraft.engine.memory import Memory, logger
 from kvgraft.engine.request import Request
 from kvgraft.engine.sampling import Sampler, SamplingParams
@@ -75,10 +75,9 @@ class Replay:
         cost_model = (
             None if settings.costs is None else CostModel(settings.costs, settings.exactness_weight)
         )
-        lookup = CacheLookup(pool, layout, index, continuation=grafts, cost_model=cost_model)
-        self._memory = Memory(
-            pool, cache, PinnedDocuments(pool), lookup, max_prefill_tokens=1 << 30
-        )
+        pins = PinnedDocuments(pool)
+        admission = Admission(pool, index, pins, cost_model, continuation=grafts)
+        self._memory = Memory(admission, cache, max_prefill_tokens=1 << 30)
         self._scope = scope_digest("", NAMESPACE)
 
     @property

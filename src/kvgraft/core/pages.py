@@ -1,8 +1,8 @@
 """Protocol of a page pool. The native engine's pool (`kv/pages.py`) and vLLM's (`vllm/pool.py`)
 implement it."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -10,7 +10,10 @@ from kvgraft.core.pins import PinnablePages
 
 
 class Pages(PinnablePages, Protocol):
-    """Physical blocks with reference counts. A page's version changes when it loses its content."""
+    """Physical blocks with reference counts. A page's version changes when it loses its content.
+
+    Each host has keys of its own, by which its prefix lookup finds blocks.
+    """
 
     @property
     def block_size(self) -> int: ...
@@ -19,6 +22,12 @@ class Pages(PinnablePages, Protocol):
     @property
     def num_free(self) -> int: ...
     def allocate(self, count: int) -> list[int]: ...
+    def publish(self, page: int, key: Any) -> None:
+        """Let the prefix lookup find a page that the caller holds by this key."""
+
+    def lookup_all(self, keys: Iterable[Any]) -> list[int | None]:
+        """Return the page that the prefix lookup finds by each key, or None."""
+
     def keep(self, pages: Sequence[int]) -> None:
         """Mark content as reusable: it outlives its last reference until it is reclaimed."""
 

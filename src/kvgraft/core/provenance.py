@@ -23,6 +23,7 @@ class BlockProvenance:
     Attributes:
         scope: digest of model and namespace, the root of every key of its content.
         source: unique number of this token sequence.
+        num_exact: leading tokens whose KV is exact unless grafts precede it.
         first_approximate: position from which its KV may differ from full recomputation.
         steps: (position, depth) pairs: from that position on its KV has at least this depth.
         spans: text of other sources that it was computed behind, see `Readings.add`.
@@ -31,10 +32,12 @@ class BlockProvenance:
         num_stored: leading blocks that were given to the store.
         num_entries: index entries that it has added.
         approximate_pages: its approximate pages that others may graft from.
+        num_continuable: leading blocks that prompts which begin with its text can reuse.
     """
 
     scope: bytes
     source: int = -1
+    num_exact: int = NEVER
     first_approximate: int = NEVER
     steps: tuple[tuple[int, int], ...] = ()
     spans: tuple[Span, ...] = ()
@@ -43,6 +46,7 @@ class BlockProvenance:
     num_stored: int = 0
     num_entries: int = 0
     approximate_pages: set[int] = field(default_factory=set)
+    num_continuable: int = 0
     _chains: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -57,10 +61,10 @@ class BlockProvenance:
             known += chain_hashes(new, block_size, known[-1] if known else self.scope)
         return known[:count]
 
-    def reset(self, num_exact: int = NEVER) -> None:
-        """Clear all steps and spans. KV behind the first num_exact tokens still counts as
+    def reset(self) -> None:
+        """Clear all steps and spans. KV behind the first `num_exact` tokens still counts as
         approximate."""
-        self.steps, self.spans, self.first_approximate = (), (), num_exact
+        self.steps, self.spans, self.first_approximate = (), (), self.num_exact
 
     def mark_approximate(
         self, steps: Iterable[tuple[int, int]], spans: Iterable[Span] = ()

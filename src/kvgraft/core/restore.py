@@ -1,13 +1,14 @@
 """Stored blocks that a prompt needs from the tiers below the pool, and their registration after
 they are restored."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 
+from kvgraft.core.admission import PromptState
 from kvgraft.core.chunk import consecutive
-from kvgraft.core.matches import Match, MatchQuery
+from kvgraft.core.matches import Match, MatchQuery, in_blocks
 from kvgraft.core.reuse_index import ReuseIndex
 
 
@@ -63,6 +64,48 @@ def wanted_grafts(stored: Stored, query: MatchQuery) -> list[int]:
     """Return the numbers of stored blocks that could be grafted, longest run first."""
     runs = sorted(stored.match(query), key=lambda match: -match.length)
     return list(dict.fromkeys(page for match in runs for page in match.pages.tolist()))
+
+
+def wanted_blocks(
+    stored: Stored,
+    index: ReuseIndex,
+    prompt: PromptState,
+    chains: Sequence[bytes],
+    hits: Collection[int],
+    matches: Sequence[Match] | None = None,
+    *,
+    contiguous: bool,
+    grafts: bool,
+) -> tuple[dict[int, int], list[int]]:
+    """Return the stored blocks that a prompt needs in addition to what the pool holds.
+
+    Args:
+        chains: `chain_hashes` of the blocks that it may have exactly.
+        hits: blocks of the prompt that the pool provides.
+        matches: text that the pool provides for grafts; None: all that the index finds.
+        contiguous: see `wanted_exact`.
+        grafts: whether blocks to graft from are wanted, too.
+
+    Returns:
+        `wanted_exact`; and the numbers of all stored blocks to restore, first exact blocks of the
+            prompt, then blocks to graft from, longest run first.
+    """
+    missing = (block for block in range(len(chains)) if block not in hits)
+    exact = wanted_exact(stored, chains, missing, prompt.scopes[0], contiguous=contiguous)
+    if not grafts:
+        return exact, list(exact)
+
+    tokens, similar = prompt.input_ids, prompt.matches_similar
+    free = np.ones(len(tokens), bool)
+    in_blocks(free, index.pool.block_size)[[*hits, *exact.values()]] = False
+    if matches is None:
+        matches = index.match(index.query(tokens, prompt.scopes, free, similar=similar))
+
+    for match in matches:
+        free[match.start : match.start + match.length] = False
+
+    query = index.query(tokens, prompt.scopes, free, similar=similar)
+    return exact, list(dict.fromkeys([*exact, *wanted_grafts(stored, query)]))
 
 
 def register_restored(

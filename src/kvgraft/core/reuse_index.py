@@ -9,6 +9,7 @@ from kvgraft.core.options import MATCH
 from kvgraft.core.pages import Pages
 from kvgraft.core.provenance import BlockProvenance
 from kvgraft.core.readings import Readings
+from kvgraft.core.report import PrefillReport
 from kvgraft.core.segment_index import SegmentIndex
 from kvgraft.core.segmentation import Similarity
 from kvgraft.core.table import IsWhole
@@ -81,9 +82,16 @@ class ReuseIndex:
             self.is_whole if whole else None,
         )
 
-    def match(self, query: MatchQuery) -> list[Match]:
-        """Return the matches that can be grafted: `SegmentIndex.match`."""
-        return self.segments.match(query)
+    def match(self, query: MatchQuery, report: PrefillReport | None = None) -> list[Match]:
+        """Return the matches that can be grafted.
+
+        Args:
+            report: gets the number of tokens that are known only at a depth beyond `max_depth`.
+        """
+        found = self.segments.index_for(query).match(query)
+        if report is not None:
+            report.too_deep_tokens = self.num_too_deep
+        return found
 
     def label(
         self, hits: Mapping[int, int], matches: Sequence[Match]

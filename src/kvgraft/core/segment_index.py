@@ -57,7 +57,9 @@ class SegmentIndex:
         return ids
 
     def match(self, query: MatchQuery) -> list[Match]:
-        """Return the parts of a prompt that are known: `VirtualBlockIndex.match` or
-        `SimilarIndex.match`."""
-        index = self.similar if query.similar and self.similar is not None else self.blocks
-        return index.match(query)
+        """Return the parts of a prompt that are known."""
+        return self.index_for(query).match(query)
+
+    def index_for(self, query: MatchQuery) -> VirtualBlockIndex | SimilarIndex:
+        """Return the index that answers a query."""
+        return self.similar if query.similar and self.similar is not None else self.blocks

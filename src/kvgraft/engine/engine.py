@@ -5,15 +5,16 @@ from pathlib import Path
 
 import torch
 
+from kvgraft.core.admission import Admission
 from kvgraft.core.keys import scope_digest
 from kvgraft.core.pins import PinnedDocument, PinnedDocuments
 from kvgraft.core.provenance import BlockProvenance
 from kvgraft.core.reuse_index import ReuseIndex, wants_similar
 from kvgraft.core.segmentation import ANCHORS
+from kvgraft.engine.config import ModelConfig
 from kvgraft.engine.costs import make_cost_model
 from kvgraft.engine.decoder import load_decoder
 from kvgraft.engine.handover import load_payload, put_payload, save_payload
-from kvgraft.engine.lookup import CacheLookup
 from kvgraft.engine.memory import Memory
 from kvgraft.engine.options import EngineOptions
 from kvgraft.engine.pools import lay_out, make_pool, needs
@@ -71,7 +72,7 @@ class Engine:
             load_decoder(model_dir, options.dtype, options.device),
             load_tokenizer(model_dir),
         )
-        config = self.config = self.decoder.config
+        config = self.decoder.config
         self.policy, self.profile = choose_policy(
             options.policy, options.profile, model_dir, config
         )
@@ -100,21 +101,21 @@ class Engine:
             needed,
             poison=options.poison_dropped_pages,
         )
-        self.pins = PinnedDocuments(pool, options.watermark, options.pin_capacity)
         cuts = similarity, anchor_ids(self.tokenizer, options.anchors or ANCHORS)
-        self.index = ReuseIndex(pool, options.max_depth, options.require_clean_context, *cuts)
-        tier = (
-            None
-            if options.store is None
-            else StoreTier.open(options.store, pool, cache, self.index)
-        )
+        index = ReuseIndex(pool, options.max_depth, options.require_clean_context, *cuts)
+        tier = None if options.store is None else StoreTier.open(options.store, pool, cache, index)
         cost_model = make_cost_model(
             options.costs, options.exactness_weight, self.decoder, cache, self.max_length
         )
-        lookup = CacheLookup(
-            pool, layout, self.index, continuation=options.continuation, cost_model=cost_model
+        admission = Admission(
+            pool,
+            index,
+            PinnedDocuments(pool, options.watermark, options.pin_capacity),
+            cost_model,
+            # Local heads keep no pages of the middle of a text, so nobody can continue from it.
+            continuation=options.continuation and not layout.num_local_lists,
         )
-        self.memory = Memory(pool, cache, self.pins, lookup, options.max_prefill_tokens, tier)
+        self.memory = Memory(admission, cache, options.max_prefill_tokens, tier)
         stable = load_stable_layers(options.stable_layers, model_dir, config)
         self.library = Library(DocumentStore(int(options.document_gib * 2**30)), stable)
         self.scheduler = Scheduler(
@@ -125,6 +126,21 @@ class Engine:
             enforce_eager=options.enforce_eager,
         )
         self.flow = self.scheduler.flows.find(options.flow)
+
+    @property
+    def config(self) -> ModelConfig:
+        """Shape of the model."""
+        return self.decoder.config
+
+    @property
+    def index(self) -> ReuseIndex:
+        """Index of the text that prompts can graft from."""
+        return self.memory.admission.index
+
+    @property
+    def pins(self) -> PinnedDocuments:
+        """Pinned documents."""
+        return self.memory.admission.pins
 
     @property
     def store(self) -> SegmentStore | None:

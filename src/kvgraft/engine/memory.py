@@ -6,10 +6,10 @@ from collections import Counter
 
 import numpy as np
 
-from kvgraft.core.pins import PinnedDocuments
+from kvgraft.core.admission import Admission, Reuse
 from kvgraft.core.plan import Plan
 from kvgraft.core.refresh import Refresh
-from kvgraft.engine.lookup import CacheLookup, Reuse
+from kvgraft.engine.lookup import CacheLookup
 from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.engine.store_tier import StoreTier
 from kvgraft.kv.cache import KVCache
@@ -17,13 +17,13 @@ from kvgraft.kv.lists import PageLists
 from kvgraft.kv.pages import PagePool, PoolExhausted, distinct
 
 logger = logging.getLogger("kvgraft")
-NOTHING = Reuse({}, [], None, [])
 
 
 class Memory:
     """Manager of the pages that sequences hold.
 
     Args:
+        admission: decides what sequences reuse.
         max_prefill_tokens: tokens of a prompt without grafts that are computed at a time, rounded
             up to whole pages.
         store: tiers for content that left the pool.
@@ -31,19 +31,17 @@ class Memory:
 
     def __init__(
         self,
-        pool: PagePool,
+        admission: Admission[PagePool],
         cache: KVCache,
-        pins: PinnedDocuments,
-        lookup: CacheLookup,
         max_prefill_tokens: int,
         store: StoreTier | None = None,
     ) -> None:
-        self.pool = pool
+        self.admission = admission
+        self.pool = pool = admission.pool
         self.cache = cache
-        self.pins = pins
         self.chunk = -(-max_prefill_tokens // pool.block_size) * pool.block_size
-        self.lookup = lookup
-        self.refresh = Refresh(lookup.index)
+        self.lookup = CacheLookup(admission, cache.layout)
+        self.refresh = Refresh(admission.index)
         self.store = store
         self.fallbacks: Counter[str] = Counter()
         # Graft sources stay pinned from the match until they are copied.
@@ -60,18 +58,19 @@ class Memory:
             PoolExhausted: the sequence cannot fit even then.
         """
         start = time.perf_counter()
-        reuse = NOTHING if sequence.documents else self._find(sequence)
+        reuse = self._find(sequence)
         fits = self._pin(sequence, reuse)
         if not fits and idle and reuse.matches:
-            reuse = self.lookup.find(sequence, grafts=False)
             self.note_fallback(sequence, "pool_pressure")
+            reuse = self.lookup.find(sequence)
             fits = self._pin(sequence, reuse)
 
         if not fits and idle:
+            num_pinned = len(self.admission.pins.pages)
             raise PoolExhausted(
                 f"{self._num_missing(sequence, reuse)} pages needed, {self.pool.num_free} of "
-                f"{self.pool.num_pages} can "
-                f"be freed ({len(self.pins.pages)} are pinned): the KV pool must be larger"
+                f"{self.pool.num_pages} can be freed ({num_pinned} are pinned): "
+                "the KV pool must be larger"
             )
         if not fits:
             return False
@@ -92,7 +91,7 @@ class Memory:
         Raises:
             PoolExhausted: it does not fit now.
         """
-        reuse = NOTHING
+        reuse = Reuse(Plan.for_prompt(sequence.num_prompt, self.pool.block_size))
         if not self._pin(sequence, reuse):
             raise PoolExhausted(
                 f"{self._num_missing(sequence, reuse)} pages needed, {self.pool.num_free} are free"
@@ -146,7 +145,7 @@ class Memory:
 
     def drop_grafts(self, sequence: SequenceState, reason: str) -> None:
         """Plan full recomputation of the sequence: what it computes from here on is exact."""
-        sequence.mark_approximate(sequence.continued, (), self.pool.block_size)
+        self.admission.mark(sequence)
         self.note_fallback(sequence, reason)
         sequence.set_plan(sequence.admitted_plan.without_grafts())
 
@@ -154,7 +153,10 @@ class Memory:
         """Release all pages of a sequence. It may be admitted again."""
         self.unpin_sources(sequence)
         if sequence.lists is not None:
-            self.lookup.leave(sequence)
+            if sequence.continuation_keys:
+                stop = sequence.offer.num_registered
+                pages = sequence.lists.pages[0, :stop].tolist()
+                self.admission.leave(sequence, pages, sequence.depths(stop))
             self.pool.release(sequence.lists.held)
         sequence.lists, sequence.num_computed, sequence.num_indexed = None, 0, 0
         sequence.offer.restart()
@@ -170,11 +172,12 @@ class Memory:
 
     def _find(self, sequence: SequenceState) -> Reuse:
         """Find cached content of a prompt. Restore stored blocks if there is room for them."""
-        self.lookup.make_room()
-        reuse = self.lookup.find(sequence, sequence.policy.uses_grafts)
+        if sequence.documents:
+            return self.admission.decide(sequence, {})
+        reuse = self.lookup.find(sequence)
         spare = self.pool.num_free - self._num_missing(sequence, reuse)
         if self.store is not None and spare > 0 and self.store.restore(sequence, reuse, spare):
-            reuse = self.lookup.find(sequence, sequence.policy.uses_grafts)
+            reuse = self.lookup.find(sequence)
         return reuse
 
     def _num_missing(self, sequence: SequenceState, reuse: Reuse) -> int:
@@ -197,23 +200,21 @@ class Memory:
     def _pin(self, sequence: SequenceState, reuse: Reuse) -> bool:
         """Pin what the sequence reuses, if all missing pages can then be free. Sheds pinned pages
         of its namespace."""
-        pages = reuse.sources
-        owners = np.concatenate(
-            (pages, np.array([reuse.hits[block] for block in reuse.copied], np.int64))
-        )
-        local = self.lookup.local_pages.of(owners)
+        pages = np.array(reuse.sources, np.int64)
+        copied = np.array([reuse.hits[block] for block in reuse.copied], np.int64)
+        local = self.lookup.local_pages.of(np.concatenate((pages, copied)))
         sources = distinct(np.concatenate((pages, local[local >= 0])))
         held = np.concatenate((np.array(list(reuse.hits.values()), np.int64), sources))
         namespace, num_missing = sequence.request.namespace, self._num_missing(sequence, reuse)
         self.pool.acquire(held)
-        if num_missing > self.pool.num_free + self.pins.num_sheddable(namespace):
+        if num_missing > self.pool.num_free + self.admission.pins.num_sheddable(namespace):
             self.pool.release(held)
             return False
 
         self.pool.hit_counts[held] += 1
-        self.refresh.note(sequence.scope, namespace, pages.tolist())
+        self.refresh.note(sequence.scope, namespace, reuse.sources)
         # Pages that were just acquired are not shed.
-        self.pins.shed(namespace, num_missing)
+        self.admission.pins.shed(namespace, num_missing)
         self._pinned[sequence] = sources
         return True
 
@@ -238,29 +239,16 @@ class Memory:
             source = self.lookup.local_pages.of(lists.pages[0, copied])
             self.cache.copy(source.T.ravel().tolist(), lists.pages[1:, copied].ravel().tolist())
 
-        sequence.mark_approximate(reuse.continued, reuse.matches, size)
-        if reuse.estimate is not None:
-            sequence.decide(reuse.estimate)
-
+        sequence.continuation_keys[:] = sequence.continued.keys if sequence.continued else ()
+        self.admission.mark(sequence, reuse)
+        sequence.offer.mark_approximate((span.start, 1) for span in sequence.documents)
         sequence.report.kv_bytes = len(lists.held) * self.cache.page_bytes
-        if sequence.documents:
-            sequence.offer.mark_approximate((span.start, 1) for span in sequence.documents)
-            plan = Plan.for_documents(sequence.num_prompt, size, sequence.documents)
-        else:
-            in_place = self._in_place(reuse) if sequence.policy.recovers_in_place else ()
-            hits, matches = self.lookup.index.label(reuse.hits, reuse.matches)
-            plan = Plan.for_prompt(sequence.num_prompt, size, reuse.hits, matches, in_place, hits)
-
-        sequence.set_plan(plan)
+        sequence.reason = reuse.reason
+        sequence.set_plan(reuse.plan)
         return lists
-
-    def _in_place(self, reuse: Reuse) -> list[int]:
-        """Blocks with grafted tokens that the prompt continues from and no other request holds."""
-        blocks = reuse.continued.grafted_blocks if reuse.continued else []
-        return [block for block in blocks if self.pool.ref_count(reuse.hits[block]) == 1]
 
     def note_fallback(self, sequence: SequenceState, reason: str) -> None:
         """Count and log that a sequence is computed in full, with the reason."""
-        sequence.given_up = reason
+        sequence.refusal = reason
         self.fallbacks[reason] += 1
         logger.warning("request %d falls back to full recomputation: %s", sequence.index, reason)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvgraft.core.plan import Plan
+from kvgraft.core.report import FALLBACKS
 from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.layers import NativeLayers
 from kvgraft.engine.memory import Memory
@@ -60,8 +61,8 @@ class Scheduler:
     def submit(self, sequences: Sequence[SequenceState]) -> None:
         """Queue sequences for admission."""
         for sequence in sequences:
-            if sequence.given_up is not None:
-                self.memory.note_fallback(sequence, sequence.given_up)
+            if sequence.refusal in FALLBACKS:
+                self.memory.note_fallback(sequence, sequence.refusal)
         self.waiting.extend(sequences)
 
     def run(self, sequences: Sequence[SequenceState]) -> Iterator[Event]:
@@ -333,7 +334,7 @@ class Scheduler:
             report = sequence.report
             report.recomputed_tokens = int(recomputed[prompt].sum())
             report.computed_share += int(ctx.computed[i]) / (sequence.num_prompt * ctx.num_layers)
-            self.memory.lookup.learn(sequence, int(ctx.computed[i]) / ctx.num_layers)
+            self.memory.admission.learn(sequence, int(ctx.computed[i]) / ctx.num_layers)
             report.ffn_flops += int(ctx.flops.ffn[i])
             report.flops += int(ctx.flops.attention[i] + ctx.flops.ffn[i])
             report.counts.update(ctx.counts[i])

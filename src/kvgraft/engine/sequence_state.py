@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,12 +10,8 @@ import torch
 from torch import Tensor
 
 from kvgraft.core.approximate_prefix import Continued
-from kvgraft.core.cost_model import CostEstimate
-from kvgraft.core.matches import Match
 from kvgraft.core.plan import Kind, Plan
 from kvgraft.core.provenance import BlockProvenance
-from kvgraft.core.readings import spans_of
-from kvgraft.core.report import unknown_reason
 from kvgraft.decode.flow import Flow
 from kvgraft.engine.request import Event, Report, Request, Result
 from kvgraft.engine.sampling import Sampler
@@ -48,7 +44,8 @@ class SequenceState:
         continued: approximate blocks of an earlier prompt that it continues from, if any.
         continuation_keys: keys of its blocks from the first approximate one on, for prompts that
             continue from them.
-        given_up: why known text of its prompt is not grafted, or None.
+        refusal: why it must not graft, or None.
+        reason: why nothing was grafted at its admission, or None.
         num_indexed: leading blocks that the caches of its flow know.
         num_computed: leading places of its pages that hold KV.
         logits: float32 [V] that each token of the answer was chosen from, if the request asks for
@@ -75,7 +72,8 @@ class SequenceState:
     plan: Plan | None = None
     continued: Continued[bytes] | None = None
     continuation_keys: list[bytes] = field(default_factory=list)
-    given_up: str | None = None
+    refusal: str | None = None
+    reason: str | None = None
     num_indexed: int = 0
     num_computed: int = 0
     logits: list[Tensor] = field(default_factory=list)
@@ -86,12 +84,39 @@ class SequenceState:
         self.num_prompt = len(self.tokens)
         self.report.prompt_tokens = self.num_prompt
         self.report.policy = self.policy.name
+        if not self.policy.uses_grafts:
+            self.refusal = "policy_full"
 
     @property
     def scope(self) -> bytes:
         """Digest of model and namespace. It isolates what the sequence leaves and, apart from
         `shared`, what it may reuse."""
         return self.offer.scope
+
+    @property
+    def scopes(self) -> tuple[bytes, ...]:
+        """Scopes that it may read, its own first."""
+        return (self.scope, *self.shared)
+
+    @property
+    def input_ids(self) -> np.ndarray:
+        """Tokens of prompt and answer, int64 [tokens]."""
+        return self.first_tokens(len(self.tokens))
+
+    @property
+    def policy_name(self) -> str:
+        """Its policy with all options."""
+        return str(self.policy)
+
+    @property
+    def grafts_local_heads(self) -> bool:
+        """Whether it needs the KV of local heads from its sources."""
+        return self.policy.grafts_local_heads
+
+    @property
+    def recovers_in_place(self) -> bool:
+        """Whether its policy recomputes grafted tokens of blocks that it continues from."""
+        return self.policy.recovers_in_place
 
     def first_tokens(self, count: int) -> np.ndarray:
         """First tokens of prompt and answer, int64 [count]."""
@@ -114,10 +139,12 @@ class SequenceState:
         return self.plan
 
     @property
-    def recovery_key(self) -> tuple[object, ...]:
+    def recovery_key(self) -> Hashable:
         """Settings of recovery and attention. Only prompts with an equal key continue from its
-        approximate KV."""
-        return str(self.policy), self.matches_similar, self.flow, self.shared
+        approximate KV. None: it shares no blocks."""
+        if not self.shares_prefix:
+            return None
+        return self.policy_name, self.matches_similar, self.flow, self.shared
 
     def depths(self, count: int) -> np.ndarray:
         """Depths of its first blocks, int16 [count]: see `BlockProvenance.depths`."""
@@ -126,28 +153,6 @@ class SequenceState:
         if self.continued is not None:
             hits[self.continued.first_block : self.continued.stop_block] = False
         return self.offer.depths(count, size, hits)
-
-    def mark_approximate(
-        self, continued: Continued[bytes] | None, matches: Sequence[Match], block_size: int
-    ) -> None:
-        """Note what makes its KV approximate: continued blocks and grafts."""
-        self.continued = continued
-        self.continuation_keys[:] = continued.keys if continued else ()
-        self.offer.reset()
-        self.offer.mark_approximate(
-            ((match.start, match.depth + 1) for match in matches), spans_of(matches)
-        )
-        if continued:
-            self.offer.mark_approximate(continued.steps(block_size))
-
-    def decide(self, estimate: CostEstimate) -> None:
-        """Note the cost estimate by which grafts were chosen or refused."""
-        self.report.estimated_full_s, self.report.estimated_reuse_s = (
-            estimate.full_s,
-            estimate.reuse_s,
-        )
-        if estimate.reason is not None:
-            self.given_up = estimate.reason
 
     def set_plan(self, plan: Plan) -> None:
         """Set the plan, and report what it means for the prompt."""
@@ -159,8 +164,7 @@ class SequenceState:
         report.prefix_tokens = (
             plan.num_tokens - report.fresh_tokens - report.grafted_tokens - continued
         )
-        unknown = unknown_reason(report.fresh_tokens, plan.block_size)
-        report.conclude(self.given_up or (unknown if self.policy.uses_grafts else "policy_full"))
+        report.conclude(self.refusal or self.reason)
 
     @property
     def num_reserved(self) -> int:
@@ -180,9 +184,9 @@ class SequenceState:
         last = self.num_prompt - 1
         documents = tuple(range(start, min(stop, last)) for start, stop in segments if start < last)
         if layout.num_local_lists:
-            self.given_up = "head_paging"
+            self.refusal = "head_paging"
         elif not documents:
-            self.given_up = "no_documents"
+            self.refusal = "no_documents"
         else:
             self.documents = documents
             lengths = [len(span) for span in documents]

@@ -4,14 +4,12 @@ prompt needs them."""
 import os
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kvgraft.core.matches import in_blocks
-from kvgraft.core.restore import register_restored, wanted_exact, wanted_grafts
+from kvgraft.core.admission import Reuse
+from kvgraft.core.restore import register_restored, wanted_blocks
 from kvgraft.core.reuse_index import ReuseIndex
-from kvgraft.engine.lookup import Reuse
 from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.kv.cache import KVCache, slots_of
 from kvgraft.kv.pages import PagePool
@@ -71,9 +69,9 @@ class StoreTier:
         Args:
             num_spare: number of free pages that may be used.
         """
-        held = [*reuse.hits.values(), *reuse.sources.tolist()]
+        held = [*reuse.hits.values(), *reuse.sources]
         wanted = self._wanted(sequence, reuse)[: max(num_spare - len(held), 0)]
-        fetched = self.store.fetch(wanted, sequence.scope, *sequence.shared)
+        fetched = self.store.fetch(wanted, *sequence.scopes)
         blocks = [block for block in fetched if block and self._fits(block)]
         if not blocks:
             return False
@@ -96,25 +94,20 @@ class StoreTier:
     def _wanted(self, sequence: SequenceState, reuse: Reuse) -> list[int]:
         """Numbers of stored blocks to restore: exact blocks of the prompt, then blocks to graft
         from, longest run first."""
-        size, prompt, scope = self.pool.block_size, sequence.prompt, sequence.scope
-        exact: dict[int, int] = {}
+        chains = []
         if sequence.shares_prefix:
-            chains = sequence.offer.chains(prompt[:-1], size)
-            missing = (block for block in range(len(chains)) if block not in reuse.hits)
-            exact = wanted_exact(self.store, chains, missing, scope, contiguous=False)
-
-        if not sequence.policy.uses_grafts:
-            return list(exact)
-
-        free = np.ones(len(prompt), bool)
-        in_blocks(free, size)[[*reuse.hits, *exact.values()]] = False
-        for match in reuse.matches:
-            free[match.start : match.start + match.length] = False
-
-        scopes = (scope, *sequence.shared)
-        query = self.index.query(prompt, scopes, free, similar=sequence.matches_similar)
-        grafts = wanted_grafts(self.store, query)
-        return list(dict.fromkeys([*exact, *grafts]))
+            chains = sequence.offer.chains(sequence.prompt[:-1], self.pool.block_size)
+        _, wanted = wanted_blocks(
+            self.store,
+            self.index,
+            sequence,
+            chains,
+            reuse.hits,
+            reuse.matches,
+            contiguous=False,
+            grafts=sequence.refusal is None,
+        )
+        return wanted
 
     def _read(self, slots: Tensor) -> dict[str, Tensor]:
         """Copy of the pool's tensors at these slots int64 [n], by name: [streams, n, d]."""

@@ -123,25 +123,25 @@ class PagePool:
             self._free.move_to_end(page, last=False)
         self._drop([page for page in pages if self._kept[page]])
 
-    def publish(self, page: int, chain_hash: bytes) -> None:
-        """Register a page's *exact* content for prefix lookups. The first page with a hash stays
-        the canonical one.
+    def publish(self, page: int, key: bytes) -> None:
+        """Let prefix lookups find a page's content by this key: a chained hash if it is *exact*.
+        The first page with a key stays the canonical one.
         """
-        if self._page_by_hash.setdefault(chain_hash, page) == page:
-            self._hash_by_page[page] = chain_hash
+        if self._page_by_hash.setdefault(key, page) == page:
+            self._hash_by_page[page] = key
         self.keep([page])
 
-    def lookup(self, chain_hash: bytes) -> int | None:
-        """Return the page that holds exactly this prefix block, or None."""
-        return self._page_by_hash.get(chain_hash)
+    def lookup(self, key: bytes) -> int | None:
+        """Return the page that was published under this key, or None."""
+        return self._page_by_hash.get(key)
 
-    def lookup_all(self, chain_hashes: Iterable[bytes]) -> list[int | None]:
-        """Return the result of `lookup` for each hash."""
-        return list(map(self._page_by_hash.get, chain_hashes))
+    def lookup_all(self, keys: Iterable[bytes]) -> list[int | None]:
+        """Return the result of `lookup` for each key."""
+        return list(map(self._page_by_hash.get, keys))
 
     def versions_of(self, pages: Sequence[int]) -> np.ndarray:
         """Return the version of each page's content, int64 [n]."""
-        return self.versions[pages]
+        return self.versions[np.array(pages, np.int64)]
 
     def is_live(self, pages: np.ndarray, versions: np.ndarray) -> np.ndarray:
         """Return whether each page still holds the content of that version, bool of the same

@@ -54,13 +54,15 @@ class SharedPool:
         """Return the number of holders of a page."""
         return int(self._pool.blocks[page].ref_cnt)
 
+    def lookup_all(self, keys: Iterable[Any]) -> list[int | None]:
+        """Return the page that vLLM finds by each block hash, or None."""
+        main = [self.groups.main]
+        found = (self._pool.get_cached_block(key, main) for key in keys)
+        return [block[0].block_id if block else None for block in found]
+
     def find(self, block_hashes: Iterable[Any]) -> list[int]:
         """Return the pages that vLLM finds by these block hashes."""
-        found = (
-            self._pool.get_cached_block(block_hash, [self.groups.main])
-            for block_hash in block_hashes
-        )
-        return [block[0].block_id for block in found if block]
+        return [page for page in self.lookup_all(block_hashes) if page is not None]
 
     def num_cached(self, block_hashes: Iterable[Any]) -> int:
         """Return the number of leading block hashes that vLLM finds."""
@@ -80,9 +82,9 @@ class SharedPool:
         self._held |= {page: [self._none] for page in pages}
         return pages
 
-    def name(self, page: int, block_hash: Any) -> None:
+    def publish(self, page: int, key: Any) -> None:
         """Let vLLM find a page that we hold by this block hash, as one of its own."""
-        hashed = SimpleNamespace(block_hashes=[block_hash])
+        hashed = SimpleNamespace(block_hashes=[key])
         self._pool.cache_full_blocks(
             hashed, [self._pool.blocks[page]], 0, 1, self._pool.hash_block_size, 0
         )

@@ -91,7 +91,7 @@ class HashMasking:
             state.request.block_hashes.extend(hashes)
             state.request.update_block_hashes()
         state.hashes = state.continued = None
-        state.offer.reset(state.num_exact)
+        state.offer.reset()
 
     def unmask(self, state: RequestState) -> None:
         """Unmask a request that is computed in full after all.
@@ -103,7 +103,7 @@ class HashMasking:
         if state.continued is None:
             self.undo(state)
         else:
-            state.offer.reset(state.num_exact)
+            state.offer.reset()
             state.offer.mark_approximate(state.continued.steps(self._block_size))
 
     def release(self, state: RequestState) -> None:
@@ -332,7 +332,7 @@ class PromptTruncation:
         if state.kept is not None:
             self._restored[state.id] = list(state.whole)
         state.whole, state.documents, state.hashes, state.kept = (), (), None, None
-        state.offer.reset(state.num_exact)
+        state.offer.reset()
         state.refusal = reason
 
     def take_restored(self) -> dict[str, list[int]]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvgraft.core.approximate_prefix import Continued
 from kvgraft.core.plan import Plan
-from kvgraft.core.provenance import NEVER, BlockProvenance
+from kvgraft.core.provenance import BlockProvenance
 from kvgraft.core.readings import Span
 from kvgraft.vllm.compat.adapters import Adapter
 from kvgraft.vllm.groups import Reserved
@@ -69,8 +69,6 @@ class RequestState:
         is_counted: True if the metrics have counted the request.
         is_trial: True if the request tries the plan of another request (shadow mode). It leaves no
             blocks behind.
-        num_exact: leading tokens whose KV would be exact without grafts. A flow makes the KV of
-            generated tokens approximate.
         load: number of the store load that the request waits for or has waited for; None before.
         whole: tokens of the client's prompt if vLLM sees a truncated one; else empty.
         documents: ranges of `whole` that are known documents.
@@ -96,7 +94,6 @@ class RequestState:
     is_trial: bool = False
     finished: bool = False
     admitted: bool = False
-    num_exact: int = NEVER
     load: int | None = None
     whole: tuple[int, ...] = ()
     documents: tuple[range, ...] = ()

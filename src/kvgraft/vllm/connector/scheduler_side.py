@@ -210,8 +210,9 @@ class SchedulerSide:
             state.recovery_key = str(options.policy), options.match_similar, follows, shared
 
         if follows:
-            state.num_exact = request.num_prompt_tokens
-            state.offer.reset(state.num_exact)
+            # A flow makes the KV of generated tokens approximate.
+            state.offer.num_exact = request.num_prompt_tokens
+            state.offer.reset()
             hide_answer(request, self._block_size)
 
         if (

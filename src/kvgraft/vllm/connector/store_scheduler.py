@@ -208,7 +208,7 @@ class StoreScheduler:
         here: list[tuple[_Coming, int]] = []
         for place, (block, page, ok) in enumerate(zip(coming, load.blocks, arrived, strict=True)):
             if ok:
-                pool.name(
+                pool.publish(
                     page, nonce_hash(nonce, place) if block.block_hash is None else block.block_hash
                 )
                 here.append((block, page))
