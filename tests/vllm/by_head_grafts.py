@@ -90,7 +90,7 @@ def turns(host: Host, options: dict[str, Any], lost: Sequence[int] = ()) -> list
 
 def lose_local(host: Host) -> None:
     """Reclaim all that local heads have, of whatever text."""
-    blocks, local = host.manager.block_pool.blocks, host.known.groups.local
+    blocks, local = host.manager.block_pool.blocks, host.known.pool.groups.local
     host.evict(
         b.block_id
         for b in blocks
@@ -133,10 +133,10 @@ def waiting(host: Host, options: dict[str, Any]) -> tuple[int, int, bool]:
     host.read(SOURCE)
     name = host.add(Ask(PROMPT, options, max_tokens=1))
     state, known = host.state(name), host.known
-    state.candidate = first = known.plan(state, 0)[1]
-    assert known.plan(state, 0)[1] is first
-    host.evict(known.groups.counterparts(first.sources[0])[:1])
-    second = known.plan(state, 0)[1]
+    state.candidate = first = known.decide(state, {})
+    assert known.decide(state, {}, first) is first
+    host.evict(known.pool.groups.counterparts(first.sources[0])[:1])
+    second = known.decide(state, {}, first)
     state.candidate = None
     host.finish(name)
     return int(first.plan.grafted.sum()), int(second.plan.grafted.sum()), second is first

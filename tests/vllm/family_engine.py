@@ -126,12 +126,16 @@ def ours(host: Host, num_requests: int) -> dict[str, Any]:
 def near_duplicates(host: Host) -> dict[str, Any]:
     """A prompt of documents in which every fortieth word is another one, all of it recomputed."""
     host.forget()
-    host.side._eligibility._default = replace(host.side._eligibility._default, match_similar=True)
+    host.side.intake.eligibility._default = replace(
+        host.side.intake.eligibility._default, match_similar=True
+    )
     host.known.index.cuts = (Similarity(), [])
     host.known.index.clear()
     host.read(*DOCUMENTS)
     [answer] = host.ask(Ask(EDITED, EVERYTHING))
-    host.side._eligibility._default = replace(host.side._eligibility._default, match_similar=False)
+    host.side.intake.eligibility._default = replace(
+        host.side.intake.eligibility._default, match_similar=False
+    )
     return asdict(answer)
 
 
@@ -140,7 +144,7 @@ def stored(host: Host) -> bool:
     worker = StoreWorker(host.model, StoreOptions(ram_gib=0.1), 0, 1)
     held = sorted(host.blocks_with_content())[:CHUNK_BLOCKS]
     payload = worker._read(held)
-    size, pool = host.known.block_size, host.manager.block_pool.blocks
+    size, pool = host.known.pool.block_size, host.manager.block_pool.blocks
     parts = [range(n * size, (n + 1) * size) for n in range(len(held))]
     tokens = np.zeros(size, np.int32)
     blocks = [

@@ -31,7 +31,7 @@ class Host:
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.manager = self.scheduler.kv_cache_manager
         self.side = self.scheduler.connector.scheduler_side
-        self.known = self.side.known
+        self.known = self.side.admission
         self.outputs: dict[str, Any] = {}
         self.stats = Stats()
         self.num_preemptions = self.num_evictions = self.num_drafted = self.num_accepted = 0
@@ -175,12 +175,12 @@ class Host:
     def slots(self, name: str) -> Tensor:
         """int64 [n]: where the KV of a running request's tokens lies, in the layers of the main
         group."""
-        blocks = self.manager.get_block_ids(self._ids[name])[self.known.groups.main]
+        blocks = self.manager.get_block_ids(self._ids[name])[self.known.pool.groups.main]
         return self.slots_of(blocks)[: self.request(name).num_tokens]
 
     def slots_of(self, blocks: Iterable[int]) -> Tensor:
         """int64 [n * block size]."""
-        size = self.known.block_size
+        size = self.known.pool.block_size
         return (
             torch.tensor(list(blocks), dtype=torch.int64)[:, None] * size + torch.arange(size)
         ).flatten()
@@ -205,7 +205,7 @@ class Host:
         it. What is known of a block is of one group, whose layers alone have it: others may lay it
         out in another way."""
         blocks, pool = list(blocks), self.manager.block_pool.blocks
-        groups = [self.known.groups.main, *self.known.groups.others]
+        groups = [self.known.pool.groups.main, *self.known.pool.groups.others]
         of_block = {
             b: get_group_id(pool[b].block_hash) for b in blocks if pool[b].block_hash is not None
         }
@@ -242,7 +242,7 @@ class Host:
         """Hashes of approximate blocks that a prompt would find which goes on with all that stands
         before them."""
         known, cached = (
-            self.side._continuation._known._blocks,
+            self.side.admission.approximate._blocks,
             self.manager.block_pool.get_cached_block,
         )
         reachable: set[Any] = set()
@@ -274,7 +274,7 @@ class Host:
             "block tables": {number: dict(table) for number, table in tables.items() if table},
             "pages held by nobody's leave": self.known.pool._held.keys() - set(entries),
             "requests on the scheduler side": self.side._requests,
-            "tentative pins": self.side._tentative,
+            "tentative pins": self.side._recoveries._tentative,
             "pages that are recovered in place": self.side._recoveries._rewritten,
             "jobs not sent": self.side._recoveries._jobs,
             "cancellations not sent": self.side._recoveries._cancelled,

@@ -7,6 +7,7 @@ from engines import BLOCK, EVERYTHING, NAIVE, NUM_BLOCKS, OFF, Answer, Ask, word
 from hosts import Host
 from processes import HostProcess
 
+from kvgraft.core.admission import Reuse
 from kvgraft.policies import SparseX
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
 
@@ -69,7 +70,7 @@ def test_it_is_as_plain_vllm_would_have_it(host: Host, plain: HostProcess):
 def spoil_grafted_blocks(host: Host) -> int:
     """Overwrite what was grafted, and what only prompts find which go on with it; how many tokens
     that are."""
-    known = host.side._continuation._known._blocks.values()
+    known = host.side.admission.approximate._blocks.values()
     blocks = host.known.pool.find({key for key, _, grafted in known if grafted})
     host.poison(blocks)
     return len(blocks) * BLOCK
@@ -99,19 +100,22 @@ def test_who_comes_while_it_is_recovered_waits(host: Host, plain: HostProcess):
 def test_a_plan_that_waits_is_made_anew_when_others_have_come_to_read_what_it_rewrites(host: Host):
     name = host.add(Ask(first_turn(host, EVERYTHING), EVERYTHING, max_tokens=2))
     state, known = host.state(name), host.known
-    host.side._continuation.inject_approximate_prefix(state)
+    host.side._masking.inject_approximate_prefix(state)
     state.prefix = known.pool.find(state.request.block_hashes)
-    num_prefix = len(state.prefix) * BLOCK
-    state.candidate = known.plan(state, num_prefix)[1]
+
+    def decide() -> Reuse:
+        return known.decide(state, dict(enumerate(state.prefix)), state.candidate)
+
+    state.candidate = decide()
     first = state.candidate.in_place[0]
-    assert known.plan(state, num_prefix)[1] is state.candidate
+    assert decide() is state.candidate
     known.pool.acquire([first])
-    assert known.plan(state, num_prefix)[1].in_place == state.candidate.in_place[1:]
+    assert decide().in_place == state.candidate.in_place[1:]
     known.pool.release([first])
-    assert known.plan(state, num_prefix)[1] is state.candidate
+    assert decide() is state.candidate
     other = state.prefix.index(first)
     state.prefix[other] = next(page for page in range(1, NUM_BLOCKS) if page not in state.prefix)
-    assert known.plan(state, num_prefix)[1].in_place == (
+    assert decide().in_place == (
         state.prefix[other],
         *state.candidate.in_place[1:],
     )
@@ -285,7 +289,7 @@ def test_a_preempted_request_that_is_aborted_leaves_what_it_can(host: Host):
     name = host.add(Ask(OPENING + DOCUMENT, NAIVE, max_tokens=200))
     host.step_until(lambda: name in host.outputs)
     host.ask(Ask(words(40, 3), NAIVE, max_tokens=1))
-    assert host.state(name).num_continuable
+    assert host.state(name).offer.num_continuable
     host.preempt(name, meanwhile=lambda: None)
     host.abort(name)
     host.settle()

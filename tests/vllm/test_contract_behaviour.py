@@ -410,7 +410,7 @@ def test_exact_hits_are_counted_in_whole_blocks_and_leave_a_token(driver: Driver
         driver.recorder.take()
         driver.run(name, tokens)
         assert ("match", hit) in driver.recorder.take(), (
-            "Planner.find takes whole blocks as the prefix"
+            "SchedulerSide.match takes whole blocks as the prefix"
         )
 
 

@@ -135,7 +135,7 @@ def test_what_is_removed_was_told_and_the_rest_is_kept(host: Host, router: Route
     cached = {
         block.block_hash for block in host.manager.block_pool.blocks if block.block_hash is not None
     }
-    hidden = {key for key, *_ in host.side._continuation._known._blocks.values()}
+    hidden = {key for key, *_ in host.side.admission.approximate._blocks.values()}
     assert len(
         [block_hash for block_hash in cached if bytes(block_hash[:32]) not in hidden]
     ) == len(+router.held)

@@ -53,7 +53,7 @@ LEAST = {  # of ten thousand mixed requests, by what they were or had
 @pytest.fixture
 def similar_host(host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     """An engine that finds near-duplicates, too, and whose greatest depth a test may change."""
-    eligibility, index = host.side._eligibility, host.known.index
+    eligibility, index = host.side.intake.eligibility, host.known.index
     monkeypatch.setattr(eligibility, "_default", replace(eligibility._default, match_similar=True))
     monkeypatch.setattr(index, "cuts", (Similarity(), []))
     monkeypatch.setattr(index, "max_depth", index.max_depth)

@@ -212,7 +212,7 @@ def test_reused_heads_keep_what_was_grafted(reader: Host, model: Path, repair: s
 def test_without_what_it_needs_nothing_is_reused(
     reader: Host, plain: HostProcess, monkeypatch: pytest.MonkeyPatch, missing: str, reason: str
 ):
-    monkeypatch.setattr(reader.side._eligibility, missing, False)
+    monkeypatch.setattr(reader.side.intake.eligibility, missing, False)
     [answer] = reader.ask(Ask(PROMPT, {"policy": "redknot"}))
     assert (answer.report["outcome"], answer.report["reason"], answer.grafted) == ("off", reason, 0)
     assert [answer.tokens] == plain.tokens(PROMPT)

@@ -28,8 +28,8 @@ def reading(host: Host, monkeypatch: pytest.MonkeyPatch) -> Host:
 
 def allow(host: Host, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     monkeypatch.setattr(
-        host.side,
-        "_refresh",
+        host.side._controls,
+        "refresh",
         RefreshControls(host.known, host.side.reporting, share, MAX_LENGTH - 1),
     )
 

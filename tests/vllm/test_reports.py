@@ -183,7 +183,7 @@ def test_without_parameters_the_default_policy_applies(host: Host, params: dict[
 def test_a_report_names_the_profile_that_named_its_policy(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ):
-    eligibility = host.side._eligibility
+    eligibility = host.side.intake.eligibility
     monkeypatch.setattr(eligibility, "_default", replace(eligibility._default, profile="0123abcd"))
     host.read(DOCUMENT)
     answers = host.ask(Ask(words(20, 3) + DOCUMENT), Ask(words(20, 4) + DOCUMENT, NAIVE))
@@ -276,7 +276,7 @@ def test_a_graft_after_a_preemption_is_reported(host: Host):
     host.preempt(name, lambda: host.read(DOCUMENT))
     [answer] = host.finish(name)
     report = answer.report
-    assert host.side.known.pool.hit_counts.sum() > 0  # it did graft
+    assert host.side.admission.pool.hit_counts.sum() > 0  # it did graft
     assert (report["grafted_tokens"], report["reason"]) == (288, None)
     assert sum(report[f"{kind}_tokens"] for kind in KINDS) == report["prompt_tokens"] == len(prompt)
 
@@ -321,7 +321,7 @@ def test_the_report_goes_ahead_of_a_stop_string(
     assert answer.report == truth.report | varying
     assert set(varying["stages"]) == set(truth.report["stages"])
     assert len(front_end) == 0
-    assert not host.side._early_reports._due
+    assert not host.side.reporting.early._due
 
 
 def test_it_is_sent_once(host: Host, front_end: StoppedReports):

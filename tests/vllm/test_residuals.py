@@ -33,7 +33,7 @@ def keeping(host: Host, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
         model.layers, names, EXITS, (NUM_BLOCKS + 1) * BLOCK, width, model.dtype, model.device
     )
     monkeypatch.setattr(model, "residuals", streams)
-    monkeypatch.setattr(host.side._eligibility, "_residual_layers", set(EXITS))
+    monkeypatch.setattr(host.side.intake.eligibility, "_residual_layers", set(EXITS))
     pool = host.manager.block_pool
     pool.free_blocks(sorted(pool.get_new_blocks(NUM_BLOCKS), key=lambda block: block.block_id))
     yield host
@@ -88,7 +88,7 @@ def test_documents_that_are_read_on_their_own_leave_the_residual_rows_of_others_
     ]
     assert changed == []
     assert all(bool(state.abs().sum() > 0) for block in range(1, 25) for state in before[block][1])
-    host.side._continuation.clear()  # or they would go on with what they have left
+    host.known.approximate.clear()  # or they would go on with what they have left
     again = host.ask(*grafts)
     assert [answer.tokens for answer in again] == [answer.tokens for answer in truth]
     assert [answer.grafted for answer in again] == [len(SHARED) - 1] * 2

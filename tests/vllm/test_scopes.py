@@ -14,8 +14,8 @@ from vllm.v1.request import Request
 from kvgraft.core.keys import scope_digest
 from kvgraft.core.provenance import BlockProvenance
 from kvgraft.policies import parse_policy
-from kvgraft.vllm.connector.planner import Planner
-from kvgraft.vllm.connector.prefix_lookup import HashMasking, PrefixContinuation
+from kvgraft.vllm.connector.admission import make_admission, offer_blocks
+from kvgraft.vllm.connector.prefix_lookup import HashMasking
 from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.options import RequestOptions
 from kvgraft.vllm.settings import KVGraftSettings
@@ -48,9 +48,8 @@ class Desk:
         self.tables: dict[str, list[int]] = {}
         manager = manager_of(self.blocks, get_block_ids=lambda name: (self.tables[name],))
         settings = KVGraftSettings.parse({"max_depth": 3})
-        self.known = Planner(manager, BLOCK, settings, pin_capacity=0.5)
-        self.masking = HashMasking(manager, self.known.pool, BLOCK)
-        self.continuation = PrefixContinuation(self.known, self.masking)
+        self.known = make_admission(manager, BLOCK, settings, pin_capacity=0.5)
+        self.masking = HashMasking(manager, self.known)
 
     def ask(
         self,
@@ -81,7 +80,7 @@ class Desk:
             reached = self.reached[conversation, state.recovery_key]
             self.counts["withheld"] += max(reached.values(), default=0) > reached[namespace]
             reached[namespace] = max(reached[namespace], len(tokens))
-        self.continuation.inject_approximate_prefix(state)
+        self.masking.inject_approximate_prefix(state)
         hashes = request.block_hashes[: (len(tokens) - 1) // BLOCK]
         state.prefix = self.known.pool.find(hashes[: self.known.pool.num_cached(hashes)])
         self._check_prefix(state)
@@ -102,8 +101,8 @@ class Desk:
     def _plan(self, state: RequestState) -> None:
         readable = state.namespace, *SHARED.get(state.namespace, ())
         self.counts["lookups"] += len(readable) * (len(state.token_ids) - BLOCK + 1)
-        _, candidate = self.known.plan(state, len(state.prefix) * BLOCK)
-        if candidate is None:
+        candidate = self.known.decide(state, dict(enumerate(state.prefix)))
+        if not candidate.needs_recovery:
             return
         owners = {self.owner[page] for page in candidate.sources}
         assert owners <= {*readable}, (
@@ -134,9 +133,9 @@ class Desk:
 
     def _leave(self, state: RequestState) -> None:
         table, num_tokens = self.tables[state.id], state.request.num_tokens
-        self.known.offer(state, table, num_tokens)
-        self.continuation.remember(state, table, num_tokens)
-        self.continuation.leave(state, table)
+        offer_blocks(self.known, state, table, num_tokens)
+        if stop := min(state.offer.num_continuable, len(table)):
+            self.known.leave(state, table[:stop], state.offer.depths(stop, BLOCK))
         self.masking.release(state)
         self.known.pool.release(table)
 

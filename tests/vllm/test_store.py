@@ -25,8 +25,9 @@ from kvgraft_lab.testbed import MODEL_DIR
 from models import make_adapter
 
 if TYPE_CHECKING:
+    from kvgraft.core.admission import Admission
     from kvgraft.vllm.compat.model import ModelHost
-    from kvgraft.vllm.connector.planner import Planner
+    from kvgraft.vllm.pool import SharedPool
 
 ENGINE = Path(__file__).with_name("grafting_engine.py")
 NAIVE, EVERYTHING, OFF = (
@@ -154,10 +155,9 @@ def test_what_is_stored_says_whose_it_is():
     state = RequestState(request, Control("list"), BlockProvenance(scope_digest("model", salt)))
     state.offer.num_registered = 2
     index = SimpleNamespace(cuts=(None, []))
-    known = SimpleNamespace(
-        block_size=16, index=index, pool=SimpleNamespace(acquire=lambda pages: None)
-    )
-    stored = StoreScheduler(cast("Planner", known), num_ranks=1)
+    pool = SimpleNamespace(block_size=16, acquire=lambda pages: None)
+    known = SimpleNamespace(index=index, pool=pool)
+    stored = StoreScheduler(cast("Admission[SharedPool]", known), num_ranks=1)
     stored.keep(state, [5, 6], ended=True)
     [keep] = stored.take_orders().keeps
     assert keep.chunk.namespace == f"{Tenant.of('key').label}/wiki"

@@ -10,8 +10,8 @@ from test_pool import BLOCK, make_pool, manager_of
 from kvgraft.core.keys import chain_hashes, scope_digest
 from kvgraft.core.provenance import BlockProvenance
 from kvgraft.store import Chunk, ChunkRecord
+from kvgraft.vllm.connector.admission import make_admission
 from kvgraft.vllm.connector.metadata import StoreReport, WorkerMetadata
-from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.connector.store_scheduler import StoreScheduler
 from kvgraft.vllm.options import RequestOptions
@@ -30,8 +30,7 @@ def record() -> ChunkRecord:
 def stored() -> StoreScheduler:
     """Of a server of two ranks."""
     settings = KVGraftSettings.parse({})
-    known = Planner(manager_of(make_pool()), BLOCK, settings, 0.5)
-    return StoreScheduler(known, 2)
+    return StoreScheduler(make_admission(manager_of(make_pool()), BLOCK, settings, 0.5), 2)
 
 
 def test_a_chunk_is_stored_when_each_rank_has_it(stored: StoreScheduler):
@@ -43,13 +42,13 @@ def test_a_chunk_is_stored_when_each_rank_has_it(stored: StoreScheduler):
 
 
 def test_blocks_are_held_until_each_rank_has_read_them(stored: StoreScheduler):
-    pages = stored.known.pool.allocate(3)
+    pages = stored.admission.pool.allocate(3)
     stored._keeping[b"key"] = pages
     for _ in range(3):
         stored.on_report(1, StoreReport(read=[b"key"]))
-        assert stored.num_held == stored.known.pool.num_used == 3
+        assert stored.num_held == stored.admission.pool.num_used == 3
     stored.on_report(0, StoreReport(read=[b"key"]))
-    assert stored.num_held == stored.known.pool.num_used == 0
+    assert stored.num_held == stored.admission.pool.num_used == 0
 
 
 def test_after_a_pause_prompts_wait_until_each_rank_has_looked_what_others_have_shared(
@@ -57,7 +56,8 @@ def test_after_a_pause_prompts_wait_until_each_rank_has_looked_what_others_have_
 ):
     now = 1000.0
     monkeypatch.setattr("kvgraft.vllm.connector.store_scheduler.time.monotonic", lambda: now)
-    sharing = StoreScheduler(stored.known, 2, is_shared=True)
+    admission = make_admission(manager_of(make_pool()), BLOCK, KVGraftSettings.parse({}), 0.5)
+    sharing = StoreScheduler(admission, 2, is_shared=True)
 
     def waits(store: StoreScheduler) -> bool:
         request = SimpleNamespace(all_token_ids=TOKENS.tolist(), block_hashes=[])
@@ -105,7 +105,11 @@ def test_a_load_has_arrived_where_each_rank_has_it(stored: StoreScheduler):
         assert stored.is_coming(state, 0, 9, grafts=True)
     stored.on_report(1, StoreReport(loaded=[(load.number, [True, True, True])]))
     assert not stored.is_coming(state, 0, 9, grafts=True)
-    assert stored.known.pool.versions_of(load.blocks).astype(bool).tolist() == [True, True, False]
+    assert stored.admission.pool.versions_of(load.blocks).astype(bool).tolist() == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_shared_text_comes_back_for_who_may_read_it(stored: StoreScheduler):
@@ -134,8 +138,8 @@ def test_shared_text_comes_back_for_who_may_read_it(stored: StoreScheduler):
         (SCOPE, (), 3),
         (b"x" * 32, (), 0),
     ):
-        matches = stored.known.index.match(
-            stored.known.index.query(tokens, (scope, *shared), free, similar=False)
+        matches = stored.admission.index.match(
+            stored.admission.index.query(tokens, (scope, *shared), free, similar=False)
         )
         assert sum(match.length for match in matches) == length * BLOCK
 

@@ -4,12 +4,12 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from kvgraft.core.pins import PinnedDocument, PinnedDocuments
+from kvgraft.core.admission import Admission
+from kvgraft.core.pins import PinnedDocument
 from kvgraft.core.refresh import Allowance, Refresh, TextToRead
-from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.reporting import Reporting
 from kvgraft.vllm.connector.request_state import RequestState
-from kvgraft.vllm.options import CONTROL_TOKEN, READ, Control, pin_namespace
+from kvgraft.vllm.options import CONTROL_TOKEN, KEY, READ, SCORE, Control, pin_namespace
 from kvgraft.vllm.pool import SharedPool
 
 # attempts to compute a text before another one is chosen; requests interrupt these attempts
@@ -23,7 +23,7 @@ class RefreshControls:
     tokens that requests bring.
 
     Args:
-        known: the planner.
+        admission: chooses from its index.
         reporting: counts the refreshed tokens.
         share: budget as a share of the prompt tokens (see `Allowance`); 0 disables the refresh.
         longest: maximum number of tokens in a prompt.
@@ -33,14 +33,21 @@ class RefreshControls:
             requests.
     """
 
-    def __init__(self, known: Planner, reporting: Reporting, share: float, longest: int) -> None:
+    def __init__(
+        self,
+        admission: Admission[SharedPool],
+        reporting: Reporting,
+        share: float,
+        longest: int,
+    ) -> None:
         if share and not os.environ.get(CONTROL_TOKEN):
             raise ValueError(
                 f"idle_refresh is {share}, but no API server of ours will ask what to read: start "
                 "it with `kvgraft serve`, "
                 f"or set {CONTROL_TOKEN} to a secret and VLLM_PLUGINS=kvgraft"
             )
-        self._known, self._refresh, self._reporting = known, Refresh(known.index), reporting
+        self._admission, self._reporting = admission, reporting
+        self._refresh = Refresh(admission.index)
         self._allowance, self._longest = Allowance(share), longest
         # the last text handed out, until it is computed to its end
         self._unfinished: TextToRead | None = None
@@ -85,7 +92,8 @@ class RefreshControls:
 
         An unfinished text comes first, up to `MAX_TRIES` times.
         """
-        left, room = self._allowance.left, self._known.pins.num_unpressed * self._known.block_size
+        left, size = self._allowance.left, self._admission.pool.block_size
+        room = self._admission.pins.num_unpressed * size
         if left <= 0:
             return None
         text = self._unfinished
@@ -119,13 +127,12 @@ class PinControls:
     """Carry out control requests that pin, delete and list the documents of a namespace.
 
     Args:
-        pool: pool that holds the pinned pages.
-        pins: documents pinned in it.
-        block_size: tokens per block.
+        admission: has the pool and the documents pinned in it.
     """
 
-    def __init__(self, pool: SharedPool, pins: PinnedDocuments, block_size: int) -> None:
-        self._pool, self._pins, self._block_size = pool, pins, block_size
+    def __init__(self, admission: Admission[SharedPool]) -> None:
+        self._pool, self._pins = admission.pool, admission.pins
+        self._block_size = admission.pool.block_size
 
     def apply(self, state: RequestState, blocks: list[int]) -> dict[str, Any]:
         """Carry out a control request that has finished.
@@ -193,6 +200,37 @@ class PinControls:
             "num_shed": entry.num_shed,
             "hits": int(self._pool.hit_counts[list(entry.pages)].max(initial=0)),
         }
+
+
+class Controls:
+    """Carry out the control requests of the API server; arguments as for `RefreshControls`."""
+
+    def __init__(
+        self,
+        admission: Admission[SharedPool],
+        reporting: Reporting,
+        share: float,
+        longest: int,
+    ) -> None:
+        self.refresh = RefreshControls(admission, reporting, share, longest)
+        self._pins = PinControls(admission)
+
+    def apply(
+        self, state: RequestState, control: Control, blocks: list[int]
+    ) -> dict[str, Any] | None:
+        """Carry out a control request that has ended.
+
+        Args:
+            blocks: blocks of the request in the main KV cache group.
+
+        Returns:
+            `kv_transfer_params` of the response; None if there is nothing to report.
+        """
+        if control.is_idle_refresh:
+            return {KEY: self.refresh.ended(state)}
+        if control.op == SCORE or not state.request.num_output_tokens:
+            return None
+        return {KEY: self._pins.apply(state, blocks)}
 
 
 def _error(status: int, text: str) -> dict[str, Any]:

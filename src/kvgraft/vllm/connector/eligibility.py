@@ -7,16 +7,23 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
+from kvgraft.core.keys import scope_digest
+from kvgraft.core.provenance import BlockProvenance
 from kvgraft.core.report import REFUSALS
 from kvgraft.prefill.documents.keeping import KeepsDocuments
-from kvgraft.vllm.compat import salt_hashes
+from kvgraft.vllm.compat import hide_answer, salt_hashes
 from kvgraft.vllm.compat.adapters import Adapter, adapter_digest
 from kvgraft.vllm.compat.families import is_by_head, is_plain
 from kvgraft.vllm.compat.forced_tokens import check_forced_output
-from kvgraft.vllm.compat.head_maps import works_by_head
+from kvgraft.vllm.compat.head_maps import find_head_map, works_by_head
+from kvgraft.vllm.compat.support import model_identity
 from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.namespace_grants import GRANTED, granted_salts
-from kvgraft.vllm.options import EXACT_BECAUSE, KEY, Control, RequestOptions
+from kvgraft.vllm.options import EXACT_BECAUSE, KEY, TRIAL_OF, Control, RequestOptions
+from kvgraft.vllm.settings import KVGraftSettings
+from kvgraft.vllm.sparse.program import program_of
+
+logger = logging.getLogger("kvgraft")
 
 
 class RequestAdapters:
@@ -74,9 +81,6 @@ class RequestAdapters:
             if state.adapter.digest != digest:
                 state.adapter, state.recovery_key = Adapter(lora, ""), None
                 state.refusal = state.refusal or "lora"
-
-
-logger = logging.getLogger("kvgraft")
 
 
 class ReuseEligibility:
@@ -161,3 +165,59 @@ class ReuseEligibility:
         }
 
         return next((reason for reason, applies in checks.items() if applies), None)
+
+
+class RequestIntake:
+    """Make the states of arriving requests: scope, options, and whether they may reuse KV."""
+
+    def __init__(self, config: VllmConfig, settings: KVGraftSettings) -> None:
+        self.config = config
+        self.adapters = RequestAdapters(config)
+        self._model = model_identity(config, lasting=settings.store is not None)
+        self._flow = program_of(config)
+        self._block_size = int(config.cache_config.block_size)
+        num_layers = config.model_config.get_num_layers(config.parallel_config)
+        self.eligibility = ReuseEligibility(
+            settings.default,
+            config,
+            settings.kept_residual_layers(num_layers),
+            has_head_map=find_head_map(config) is not None,
+        )
+
+    def make_state(self, request: Any) -> RequestState:
+        """Make the state of a request.
+
+        A request with invalid parameters is served without reuse.
+        """
+        adapter = self.adapters.of(request)
+        model = self.adapters.scoped(self._model, adapter)
+        options, refusal, salts = self.eligibility.of(
+            request, weights_known=adapter is None or bool(adapter.digest)
+        )
+        state = RequestState(
+            request,
+            options,
+            BlockProvenance(scope_digest(model, request.cache_salt or "")),
+            adapter,
+            refusal,
+            tuple(scope_digest(model, salt) for salt in salts),
+            is_trial=(request.kv_transfer_params or {}).get(TRIAL_OF) is not None,
+        )
+
+        most = request.num_prompt_tokens + request.max_tokens
+        follows = self._flow is not None and self._flow.reaches(most)
+        if refusal is None and isinstance(options, RequestOptions):
+            policy = state.policy_name
+            state.recovery_key = policy, options.match_similar, follows, state.shared
+
+        # A flow makes the KV of generated tokens approximate.
+        if follows:
+            state.offer.num_exact = request.num_prompt_tokens
+            state.offer.reset()
+            hide_answer(request, self._block_size)
+
+        return state
+
+    def change_model(self) -> None:
+        """Give the model another identity, which hides everything stored so far."""
+        self._model += f"/{os.urandom(8).hex()}"

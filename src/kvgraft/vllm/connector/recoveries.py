@@ -4,11 +4,14 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from kvgraft.vllm.connector.planner import Planner
+from kvgraft.core.admission import Admission, Reuse
+from kvgraft.core.costs import TOKENS
+from kvgraft.vllm.connector.metadata import Metadata
 from kvgraft.vllm.connector.prefix_lookup import HashMasking, PromptTruncation
 from kvgraft.vllm.connector.reporting import Reporting
-from kvgraft.vllm.connector.request_state import Candidate, RequestState
+from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.options import RequestOptions
+from kvgraft.vllm.pool import SharedPool
 from kvgraft.vllm.recovery import Job, RecoveryResult
 
 
@@ -21,58 +24,97 @@ class Recoveries:
 
     def __init__(
         self,
-        known: Planner,
+        admission: Admission[SharedPool],
         masking: HashMasking,
         shorter_prompts: PromptTruncation,
         reporting: Reporting,
     ) -> None:
-        self._known, self._masking = known, masking
+        self._admission, self._masking = admission, masking
         self._shorter_prompts, self._reporting = shorter_prompts, reporting
+        # requests whose sources are pinned in this step, before their admission
+        self._tentative: list[RequestState] = []
         # pages that a recovery rewrites in place
         self._rewritten: set[int] = set()
         self._jobs: list[Job] = []
         self._cancelled: set[str] = set()
+        # True if the next orders tell the workers to forget documents
+        self._forgets = False
 
     def rewrites(self, pages: Collection[int]) -> bool:
         """Return True if a page is being recovered in place, so that other requests must wait."""
         return not self._rewritten.isdisjoint(pages)
 
-    def start(
-        self, state: RequestState, candidate: Candidate, block_ids: Sequence[list[int]]
-    ) -> None:
+    def reserve(self, state: RequestState, reuse: Reuse) -> bool:
+        """Reserve pages in groups with windows for a decision with pinned sources.
+
+        Until the end of the step the request may be admitted with it.
+
+        Returns:
+            False if the request must wait; then its sources are unpinned.
+        """
+        pool, num_tokens = self._admission.pool, state.request.num_tokens
+        groups = pool.groups
+        if self.rewrites(reuse.sources) or (
+            groups.others and groups.num_pages(reuse.num_known, num_tokens) > pool.num_free
+        ):
+            pool.release(reuse.sources)
+            return False
+
+        prefix = state.request.block_hashes[: len(reuse.hits)]
+        state.reserved = groups.reserve(prefix, num_tokens)
+        self._tentative.append(state)
+        return True
+
+    def take_reserved(self, state: RequestState) -> Reuse | None:
+        """Return the decision that `reserve` has prepared in this step, or None."""
+        if state not in self._tentative:
+            return None
+        self._tentative.remove(state)
+        return state.candidate
+
+    def release_unused(self) -> None:
+        """Release what was prepared for requests that this step has not admitted."""
+        for state in self._tentative:
+            self.release(state, state.candidate)
+        self._tentative.clear()
+
+    def release(self, state: RequestState, reuse: Reuse | None) -> None:
+        """Unpin the sources of a request, and release its reserved pages."""
+        self._admission.pool.release([] if reuse is None else reuse.sources)
+        self._admission.pool.groups.release(state.reserved)
+
+    def start(self, state: RequestState, reuse: Reuse, block_ids: Sequence[list[int]]) -> None:
         """Queue a recovery for the workers, and mask its approximate blocks.
 
         Args:
-            candidate: the admitted plan, whose sources are pinned.
+            reuse: the admitted decision, whose sources are pinned.
             block_ids: blocks of the request, by KV cache group.
         """
-        request, options = state.request, state.options
+        request, options, pool = state.request, state.options, self._admission.pool
         if not isinstance(options, RequestOptions):
             raise TypeError("a control request never grafts")
 
-        state.recovery, state.plan, sources = candidate, candidate.plan, candidate.sources
+        state.recovery, state.plan, sources = reuse, reuse.plan, reuse.sources
 
         # vLLM's own statistics would count the whole prompt as loaded.
         if request.prefill_stats is not None and not request.num_preemptions:
-            num_grafted = int((candidate.plan.grafted & ~candidate.plan.in_place).sum())
-            request.prefill_stats.set(state.prompt_tokens, candidate.num_prefix, num_grafted)
+            num_grafted = int((reuse.plan.grafted & ~reuse.plan.in_place).sum())
+            request.prefill_stats.set(state.prompt_tokens, reuse.num_known, num_grafted)
 
         if not state.is_trial:
-            self._known.pool.hit_counts[sources] += 1
+            pool.hit_counts[sources] += 1
 
-        self._rewritten.update(candidate.in_place)
-        if candidate.steps:
-            self._masking.mask(state, candidate.steps[0][0])
-            state.offer.mark_approximate(candidate.steps, candidate.spans)
+        self._rewritten.update(reuse.in_place)
+        if reuse.steps:
+            self._masking.mask(state, reuse.steps[0][0])
+            state.offer.mark_approximate(reuse.steps, reuse.spans)
 
-        tokens = np.array(state.token_ids, np.int64)
-        tables = self._known.groups.tables(block_ids, candidate.reserved)
-        pages = np.array([self._known.pool.by_group(page) for page in sources], np.int64).reshape(
-            -1, len(tables)
-        )
+        tables = pool.groups.tables(block_ids, state.reserved)
+        pages = np.array([pool.by_group(page) for page in sources], np.int64)
+        pages = pages.reshape(-1, len(tables))
         rest = state.documents, state.offer.scope, state.adapter, state.kept
         self._jobs.append(
-            Job(state.id, options.policy, candidate.plan, tokens, tables, pages, *rest)
+            Job(state.id, options.policy, reuse.plan, state.input_ids, tables, pages, *rest)
         )
 
     def cancel(self, state: RequestState) -> None:
@@ -82,10 +124,21 @@ class Recoveries:
         """
         self._cancelled.add(state.id)
 
-    def take_orders(self) -> tuple[list[Job], set[str]]:
-        """Return what the workers do not have yet: new jobs, and ids of requests to cancel."""
-        orders = self._jobs, self._cancelled
-        self._jobs, self._cancelled = [], set()
+    def forget_documents(self) -> None:
+        """Let the workers forget the documents that they hold."""
+        self._forgets = True
+
+    def take_orders(self, spare_tokens: int) -> Metadata:
+        """Return the message to the workers, with what they do not know yet.
+
+        Args:
+            spare_tokens: tokens that the step has room for, beside those that vLLM has scheduled.
+        """
+        model = self._admission.cost_model
+        costs = TOKENS if model is None else model.costs
+        orders = Metadata(self._jobs, self._cancelled, spare_tokens, costs, self._forgets)
+        orders.prompts = self._shorter_prompts.take_restored()
+        self._jobs, self._cancelled, self._forgets = [], set(), False
         return orders
 
     def end(self, state: RequestState, outcome: RecoveryResult) -> None:
@@ -93,16 +146,15 @@ class Recoveries:
 
         If it failed, the request becomes an ordinary one again.
         """
-        candidate, state.recovery = state.recovery, None
-        if candidate is not None:
-            if outcome.failure is None and not state.finished:
-                self._known.groups.keep(candidate.reserved, state.request)
-            self._known.release(candidate)
+        reuse, state.recovery = state.recovery, None
+        if reuse is not None and outcome.failure is None and not state.finished:
+            self._admission.pool.groups.keep(state.reserved, state.request)
 
-        in_place = () if candidate is None else candidate.in_place
+        self.release(state, reuse)
+        in_place = () if reuse is None else reuse.in_place
         self._rewritten.difference_update(in_place)
         if outcome.failure is not None and in_place:
-            self._known.pool.forget(in_place)
+            self._admission.pool.forget(in_place)
             state.continued = None
 
         if state.finished:
@@ -113,9 +165,9 @@ class Recoveries:
         else:
             if outcome.kept is not None:
                 self._shorter_prompts.settle(state, outcome.kept)
-            self._reporting.recovered(state, candidate, outcome)
-            if candidate is not None and not state.whole:
-                self._learn(state, candidate, outcome)
+            self._reporting.recovered(state, reuse, outcome)
+            if reuse is not None:
+                self._admission.learn(state, outcome.computed_share * reuse.plan.num_tokens)
 
     def _failed(self, state: RequestState, reason: str) -> None:
         """Fall back to computing the whole prompt.
@@ -129,11 +181,3 @@ class Recoveries:
         else:
             self._masking.unmask(state)
         self._reporting.failed(state)
-
-    def _learn(self, state: RequestState, candidate: Candidate, outcome: RecoveryResult) -> None:
-        """Update the cost model with the share of tokens that the policy has recomputed."""
-        plan, num_new = candidate.plan, int(candidate.plan.fresh.sum())
-        num_recovered = outcome.computed_share * plan.num_tokens - num_new
-        self._known.cost_model.learn(
-            state.policy_name, num_recovered, int(plan.grafted.sum()), num_new
-        )

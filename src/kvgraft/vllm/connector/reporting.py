@@ -4,12 +4,14 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 
+from kvgraft.core.admission import Admission, Reuse
 from kvgraft.core.costs import TOKENS
 from kvgraft.core.report import KINDS, Outcome
 from kvgraft.vllm.compat.reports import may_stop_early, send_ahead, stop_sending
-from kvgraft.vllm.connector.planner import Planner
-from kvgraft.vllm.connector.request_state import Candidate, RequestState
+from kvgraft.vllm.connector.admission import offer_blocks
+from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.options import RequestOptions
+from kvgraft.vllm.pool import SharedPool
 from kvgraft.vllm.recovery import RecoveryResult
 from kvgraft.vllm.stats import Stats
 
@@ -19,31 +21,36 @@ MAX_SPANS = 64
 
 
 class Reporting:
-    """Fill the reports of requests and count for the metrics."""
+    """Fill the reports of requests and count for the metrics.
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    `early` sends reports ahead of the last output.
+    """
+
+    def __init__(self, admission: Admission[SharedPool]) -> None:
+        self._admission = admission
+        self.early = StopStringReports(admission)
         self._stats = Stats()
         # gauge values of the last payload
         self._told: dict[tuple[str, str], float] = {}
         # documents that the workers hold in host memory: bytes and number
         self.documents = (0, 0)
 
-    def admitted(self, state: RequestState, candidate: Candidate | None) -> None:
+    def admitted(self, state: RequestState, reuse: Reuse | None) -> None:
         """Fill the report of an admitted request, and count its first admission.
 
         Args:
-            candidate: plan of a recovery that has succeeded; None for a request without grafts.
+            reuse: decision of a recovery that has succeeded; None for a request without grafts.
         """
         report, options, request = state.report, state.options, state.request
         num_prompt = state.prompt_tokens
         num_prefix = request.prefill_stats.num_local_cached_tokens if request.prefill_stats else 0
-        if candidate is not None:
-            num_prefix = candidate.num_prefix
+        if reuse is not None:
+            num_prefix = reuse.num_known
 
-        spans = _spans(candidate, num_prompt, num_prefix)
+        spans = _spans(reuse, num_prompt, num_prefix)
         if state.continued is not None:
-            spans = list(_continued(spans, state.continued.first_block * self._block_size))
+            size = self._admission.pool.block_size
+            spans = list(_continued(spans, state.continued.first_block * size))
 
         if isinstance(options, RequestOptions):
             report.policy, report.profile = str(options.policy), options.profile
@@ -61,7 +68,7 @@ class Reporting:
         report.depth = state.offer.depth
         report.conclude(state.reason)
 
-        if candidate is None:
+        if reuse is None:
             report.computed_share, report.recomputed_tokens, report.counts = (
                 report.fresh_tokens / num_prompt,
                 0,
@@ -74,11 +81,9 @@ class Reporting:
 
         state.is_counted = True
 
-    def recovered(
-        self, state: RequestState, candidate: Candidate | None, outcome: RecoveryResult
-    ) -> None:
+    def recovered(self, state: RequestState, reuse: Reuse | None, outcome: RecoveryResult) -> None:
         """Report and count a successful recovery."""
-        self.admitted(state, candidate)
+        self.admitted(state, reuse)
         report = state.report
         report.recomputed_tokens, report.computed_share = (
             outcome.recomputed_tokens,
@@ -122,10 +127,11 @@ class Reporting:
         for event, count in counts.items():
             self._stats.add("kvgraft:store_total", event, count)
 
-    def take(self, known: Planner) -> Stats | None:
+    def take(self) -> Stats | None:
         """Return the metrics since the last call, or None if nothing has changed."""
+        self.early.end_of_step()
         stats, self._stats = self._stats, Stats()
-        levels = self._levels(known)
+        levels = self._levels()
         if stats.is_empty() and levels == self._told:
             return None
         for (metric, label), value in levels.items():
@@ -133,18 +139,19 @@ class Reporting:
         self._told = levels
         return stats
 
-    def _levels(self, known: Planner) -> dict[tuple[str, str], float]:
+    def _levels(self) -> dict[tuple[str, str], float]:
         """Return the current values of the gauges, by metric and label."""
-        pool, (num_bytes, num_documents) = known.pool, self.documents
+        admission, (num_bytes, num_documents) = self._admission, self.documents
+        pool, pins, model = admission.pool, admission.pins, admission.cost_model
 
         # `TOKENS` counts tokens instead of seconds, so it does not fit the gauge.
-        costs = {} if known.cost_model.costs == TOKENS else asdict(known.cost_model.costs)
+        costs = {} if model is None or model.costs == TOKENS else asdict(model.costs)
         return {
             ("kvgraft:pool_blocks", "used"): pool.num_used,
             ("kvgraft:pool_blocks", "free"): pool.num_free,
-            ("kvgraft:pool_blocks", "pinned"): len(known.pins.pages),
-            ("kvgraft:pinned_documents", ""): len(known.pins),
-            ("kvgraft:index_entries", ""): len(known.index),
+            ("kvgraft:pool_blocks", "pinned"): len(pins.pages),
+            ("kvgraft:pinned_documents", ""): len(pins),
+            ("kvgraft:index_entries", ""): len(admission.index),
             ("kvgraft:documents", ""): num_documents,
             ("kvgraft:document_bytes", ""): num_bytes,
             **{
@@ -195,16 +202,14 @@ def _continued(spans: Iterable[tuple[int, int, str]], first: int) -> Iterator[tu
             yield start, stop, kind
 
 
-def _spans(
-    candidate: Candidate | None, num_prompt: int, num_prefix: int
-) -> list[tuple[int, int, str]]:
+def _spans(reuse: Reuse | None, num_prompt: int, num_prefix: int) -> list[tuple[int, int, str]]:
     """Return the (start, stop, kind) spans of a prompt.
 
     A plan may reach beyond the prompt, to tokens that were generated before a preemption.
     """
     found = [(0, num_prefix, "prefix")]
-    if candidate is not None:
-        [spans] = candidate.plan.spans
+    if reuse is not None:
+        [spans] = reuse.plan.spans
         found += [
             (max(s.start, num_prefix), min(s.stop, num_prompt), s.kind.name.lower()) for s in spans
         ]
@@ -220,11 +225,11 @@ class StopStringReports:
     `compat.reports`).
 
     Args:
-        known: the planner, which registers the prompt's blocks before the report counts them.
+        admission: registers the prompt's blocks before the report counts them.
     """
 
-    def __init__(self, known: Planner) -> None:
-        self._known = known
+    def __init__(self, admission: Admission[SharedPool]) -> None:
+        self._admission = admission
         # by request id: the state, and the number of tokens generated before
         self._due: dict[str, tuple[RequestState, int]] = {}
 
@@ -233,7 +238,11 @@ class StopStringReports:
         if may_stop_early(state.request):
             self._due[state.id] = state, state.request.num_output_tokens
 
-    def send(self, num_scheduled: Mapping[str, int], blocks_of: Callable[[str], list[int]]) -> None:
+    def send(
+        self,
+        num_scheduled: Mapping[str, int],
+        blocks_of: Callable[[RequestState], list[int]],
+    ) -> None:
         """Attach reports to requests whose prompt this step completes: they output a token now."""
         for state, _ in self._due.values():
             request = state.request
@@ -241,7 +250,8 @@ class StopStringReports:
             if computed < request.num_prompt_tokens:
                 continue
             if not state.whole:
-                self._known.offer(state, blocks_of(state.id), request.num_prompt_tokens)
+                blocks = blocks_of(state)
+                offer_blocks(self._admission, state, blocks, request.num_prompt_tokens)
             state.report.registered_blocks = state.offer.num_entries
             send_ahead(request, state.report.as_params())
 

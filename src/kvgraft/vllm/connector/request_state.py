@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from kvgraft.core.admission import Reuse
 from kvgraft.core.approximate_prefix import Continued
 from kvgraft.core.plan import Plan
 from kvgraft.core.provenance import BlockProvenance
-from kvgraft.core.readings import Span
 from kvgraft.vllm.compat.adapters import Adapter
 from kvgraft.vllm.groups import Reserved
 from kvgraft.vllm.options import (
@@ -19,30 +19,6 @@ from kvgraft.vllm.options import (
     namespace_label,
     pin_namespace,
 )
-
-
-@dataclass(eq=False)
-class Candidate:
-    """A plan that vLLM has not admitted yet, with the conditions under which it stays valid.
-
-    Attributes:
-        num_prefix: tokens of vLLM's exact prefix hit for which the plan was made.
-        sources: distinct pages that the plan grafts from.
-        versions: versions of `sources` when the plan was made.
-        steps, spans: arguments of `BlockProvenance.mark_approximate`.
-        in_place: pages whose approximate KV is recovered where it is. No other request reads them.
-        reserved: pages that the recovery holds in other KV cache groups, from `match` on.
-    """
-
-    plan: Plan
-    num_prefix: int
-    sources: list[int]
-    # int64 [len(sources)]
-    versions: np.ndarray
-    steps: tuple[tuple[int, int], ...] = ()
-    spans: tuple[Span, ...] = ()
-    in_place: tuple[int, ...] = ()
-    reserved: Reserved = field(default_factory=Reserved)
 
 
 @dataclass(eq=False)
@@ -57,15 +33,15 @@ class RequestState:
         refusal: reason why the request must not graft, or None.
         shared: scopes of the shared namespaces that it may graft from, besides its own.
         reason: reason why nothing was grafted so far, or None.
-        candidate: plan that was made while the request waits.
+        candidate: decision that was made while the request waits.
+        reserved: pages that its recovery holds in other KV cache groups, from `match` on.
         prefix: pages of vLLM's exact prefix hit at the last call of `match`.
         recovery_key: how the request recovers reused KV. Only requests with an equal key continue
             with its approximate KV. None: it neither uses nor leaves approximate KV.
         continued: approximate prefix of an earlier prompt that the request continues with, or None.
-        num_continuable: leading blocks that other requests can continue with.
         hashes: number of the first masked block, and vLLM's own block hashes from there on.
         plan: plan of the last recovery that has not failed.
-        recovery: the admitted plan while the workers recover it.
+        recovery: the admitted decision while the workers recover it.
         is_counted: True if the metrics have counted the request.
         is_trial: True if the request tries the plan of another request (shadow mode). It leaves no
             blocks behind.
@@ -82,14 +58,14 @@ class RequestState:
     refusal: str | None = None
     shared: tuple[bytes, ...] = ()
     reason: str | None = None
-    candidate: Candidate | None = None
+    candidate: Reuse | None = None
+    reserved: Reserved = field(default_factory=Reserved)
     prefix: list[int] = field(default_factory=list)
     recovery_key: Hashable = None
     continued: Continued[Any] | None = None
-    num_continuable: int = 0
     hashes: tuple[int, list[Any]] | None = None
     plan: Plan | None = None
-    recovery: Candidate | None = None
+    recovery: Reuse | None = None
     is_counted: bool = False
     is_trial: bool = False
     finished: bool = False
@@ -120,6 +96,16 @@ class RequestState:
         )
 
     @property
+    def input_ids(self) -> np.ndarray:
+        """`token_ids`, int64 [T]."""
+        return np.array(self.token_ids, np.int64)
+
+    @property
+    def scopes(self) -> tuple[bytes, ...]:
+        """Scopes that it may read, its own first."""
+        return (self.offer.scope, *self.shared)
+
+    @property
     def policy_name(self) -> str:
         """Policy that recovers the grafts, with its options."""
         return str(self.options.policy) if isinstance(self.options, RequestOptions) else ""
@@ -135,6 +121,11 @@ class RequestState:
         return (
             not isinstance(self.options, RequestOptions) or self.options.policy.grafts_local_heads
         )
+
+    @property
+    def recovers_in_place(self) -> bool:
+        """True if its policy can recompute grafted tokens of an approximate prefix."""
+        return isinstance(self.options, RequestOptions) and self.options.policy.recovers_in_place
 
     @property
     def recovering(self) -> bool:

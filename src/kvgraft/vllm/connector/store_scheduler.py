@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvgraft.core.restore import register_restored, wanted_exact, wanted_grafts
+from kvgraft.core.admission import Admission
+from kvgraft.core.restore import register_restored, wanted_blocks
 from kvgraft.store import ChunkIndex, ChunkRecord
 from kvgraft.vllm.compat import nonce_hash
 from kvgraft.vllm.connector.metadata import CHUNK_BLOCKS, Keep, Load, StoreOrders, StoreReport
-from kvgraft.vllm.connector.planner import Planner
 from kvgraft.vllm.connector.request_state import RequestState
+from kvgraft.vllm.pool import SharedPool
 
 # seconds for which news of a shared store counts as fresh
 FRESH_S = 1.0
@@ -25,15 +26,17 @@ class StoreScheduler:
     The index may lag behind the stores. A chunk that is gone is a miss, and is then forgotten.
 
     Args:
-        known: the planner, where loaded blocks are registered.
+        admission: has the pool and the index, where loaded blocks are registered.
         num_ranks: number of tensor-parallel ranks, each with its own store.
         is_shared: True if other servers write to the same store. After a pause, a new prompt waits
             one step for their chunks.
     """
 
-    def __init__(self, known: Planner, num_ranks: int, *, is_shared: bool = False) -> None:
-        self.known = known
-        self._register = ChunkIndex(known.block_size, CHUNK_BLOCKS, *known.index.cuts)
+    def __init__(
+        self, admission: Admission[SharedPool], num_ranks: int, *, is_shared: bool = False
+    ) -> None:
+        self.admission = admission
+        self._register = self._make_index()
 
         # A random start keeps the source numbers of two servers apart.
         self._first_source = int.from_bytes(os.urandom(7))
@@ -62,7 +65,7 @@ class StoreScheduler:
         Args:
             ended: True to store also the last blocks, which fill no chunk.
         """
-        size, offer = self.known.block_size, state.offer
+        size, offer = self.admission.pool.block_size, state.offer
         stop = min(offer.num_registered, offer.first_approximate // size)
         stop = stop if ended else stop // CHUNK_BLOCKS * CHUNK_BLOCKS
         if stop <= offer.num_stored:
@@ -75,7 +78,7 @@ class StoreScheduler:
         ):
             if chunk.key not in self._register and chunk.key not in self._keeping:
                 self._keeping[chunk.key] = list(blocks[where])
-                self.known.pool.acquire(self._keeping[chunk.key])
+                self.admission.pool.acquire(self._keeping[chunk.key])
                 self._orders.keeps.append(Keep(chunk, np.array(blocks[where])))
 
     def is_coming(
@@ -98,9 +101,9 @@ class StoreScheduler:
             return True
 
         wanted, hashes = self._wanted(state, num_prefix, grafts)
-        scopes = state.offer.scope, *state.shared
         found = [
-            (number, self._register.find(number, *scopes)) for number in wanted[: max(num_spare, 0)]
+            (number, self._register.find(number, *state.scopes))
+            for number in wanted[: max(num_spare, 0)]
         ]
         coming = [
             _Coming(held[0], held[1], hashes.get(number))
@@ -112,7 +115,7 @@ class StoreScheduler:
 
         if coming:
             places = [(block.record.key, block.place) for block in coming]
-            load = Load(state.load, places, self.known.pool.allocate(len(coming)))
+            load = Load(state.load, places, self.admission.pool.allocate(len(coming)))
             self._loading[load.number] = (load, coming, np.ones(len(coming), bool))
             self._orders.loads.append(load)
 
@@ -141,7 +144,7 @@ class StoreScheduler:
 
         for key in report.read:
             if self._is_done(b"read" + key, rank):
-                self.known.pool.release(self._keeping.pop(key))
+                self.admission.pool.release(self._keeping.pop(key))
 
         for number, arrived in report.loaded:
             load, coming, everywhere = self._loading[number]
@@ -152,13 +155,17 @@ class StoreScheduler:
 
     def forget(self) -> None:
         """Forget all stored chunks in this server."""
-        self._register = ChunkIndex(self.known.block_size, CHUNK_BLOCKS, *self.known.index.cuts)
+        self._register = self._make_index()
 
     @property
     def num_held(self) -> int:
         """Number of blocks held for reads and loads of the workers."""
         held = [*self._keeping.values(), *(load.blocks for load, *_ in self._loading.values())]
         return len({block for blocks in held for block in blocks})
+
+    def _make_index(self) -> ChunkIndex:
+        size, cuts = self.admission.pool.block_size, self.admission.index.cuts
+        return ChunkIndex(size, CHUNK_BLOCKS, *cuts)
 
     def _is_done(self, what: bytes, rank: int) -> bool:
         """Record that a rank has done something; return True if all ranks have."""
@@ -175,36 +182,29 @@ class StoreScheduler:
 
         Exact blocks behind vLLM's prefix come first, then blocks to graft from.
         """
-        size, scope, tokens = (
-            self.known.block_size,
-            state.offer.scope,
-            np.array(state.token_ids, np.int64),
-        )
-        chains = state.offer.chains(tokens[:-1], size)[: len(state.request.block_hashes)]
+        chains = state.offer.chains(state.token_ids[:-1], self.admission.pool.block_size)
+        chains = chains[: len(state.request.block_hashes)]
 
         # Blocks behind an approximate prefix are not exact.
         if state.continued is not None:
             chains = []
 
-        exact = wanted_exact(
-            self._register, chains, range(num_prefix // size, len(chains)), scope, contiguous=True
+        exact, wanted = wanted_blocks(
+            self._register,
+            self.admission.index,
+            state,
+            chains,
+            range(num_prefix // self.admission.pool.block_size),
+            contiguous=True,
+            grafts=grafts,
         )
-        hashes = {number: state.request.block_hashes[block] for number, block in exact.items()}
-        if not grafts:
-            return list(hashes), hashes
-
-        free = np.ones(len(tokens), bool)
-        free[: max((block + 1) * size for block in exact.values()) if exact else num_prefix] = False
-        index, scopes, similar = self.known.index, (scope, *state.shared), state.matches_similar
-        for match in index.match(index.query(tokens, scopes, free, similar=similar)):
-            free[match.start : match.start + match.length] = False
-        query = index.query(tokens, scopes, free, similar=similar)
-        grafted = wanted_grafts(self._register, query)
-        return list(dict.fromkeys([*hashes, *grafted])), hashes
+        return wanted, {
+            number: state.request.block_hashes[block] for number, block in exact.items()
+        }
 
     def _take_in(self, load: Load, coming: Sequence["_Coming"], arrived: Sequence[bool]) -> None:
         """Register loaded blocks, and forget chunks that could not be read."""
-        nonce, pool = os.urandom(32), self.known.pool
+        nonce, pool = os.urandom(32), self.admission.pool
         here: list[tuple[_Coming, int]] = []
         for place, (block, page, ok) in enumerate(zip(coming, load.blocks, arrived, strict=True)):
             if ok:
@@ -217,7 +217,7 @@ class StoreScheduler:
 
         if here:
             blocks, pages = zip(*here, strict=True)
-            registered = register_restored(self.known.index, blocks, pages)
+            registered = register_restored(self.admission.index, blocks, pages)
             found = zip(here, registered, strict=True)
             pool.forget(
                 [page for (block, page), known in found if block.block_hash is None and not known]
