@@ -262,6 +262,19 @@ def test_a_failure_is_computed_in_full_and_shared_again(reader: Host, plain: Hos
     assert again.report["prefix_tokens"] == (len(PROMPT) - 1) // BLOCK * BLOCK
 
 
+def test_a_request_that_must_not_reuse_any_more_has_its_whole_prompt_again(
+    reader: Host, plain: HostProcess
+):
+    """As when its adapter turns out to have other weights, after its prompt was shortened."""
+    name = reader.add(Ask(PROMPT, FEW))
+    state = reader.state(name)
+    assert state.whole
+    state.refusal = "lora"
+    [answer] = reader.finish(name)
+    assert [answer.tokens] == plain.tokens(PROMPT)
+    assert (answer.grafted, answer.report["reason"]) == (0, "lora")
+
+
 @pytest.mark.parametrize("policy", [FEW, FEWER[0]], ids=str)
 def test_poison_in_documents_is_computed_away(
     reader: Host, plain: HostProcess, policy: dict[str, object]

@@ -303,7 +303,11 @@ class SchedulerSide:
         Either way, shed pinned blocks that it does not use if the request needs their room.
         """
         reason, pins = reuse.reason, self.admission.pins
-        if state.is_trial and not (state.refusal or state.whole or reuse is state.candidate):
+        if state.whole and state.refusal is not None:
+            # Its adapter has other weights than when its prompt was shortened.
+            self._shorter_prompts.restore(state, state.refusal)
+            reason = state.refusal
+        elif state.is_trial and not (state.refusal or state.whole or reuse is state.candidate):
             reason = SHADOW
         elif reuse.needs_recovery and self.settings.mode == SHADOW and not state.is_trial:
             self._shadow.note(state, reuse)
