@@ -83,7 +83,7 @@ class SettingFields(ReuseFields):
     guard: float = setting(
         0.0,
         "sets the share of answers on approximate KV that the [guard](guard.md) scores again with "
-        "exact KV, when nothing waits",
+        "exact KV, mostly while no request waits",
         "you want to measure what reuse changes",
         SHARE,
         shown="0: off",
