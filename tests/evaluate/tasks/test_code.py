@@ -1,5 +1,6 @@
 """Code completion over packages: what counts as a use, and what a prompt holds."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -52,6 +53,16 @@ def draw(canvas, radius):
 """
 
 
+@pytest.fixture(autouse=True)
+def _few_packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Three packages, since parsing all of them takes a quarter of a minute."""
+    few = {name: (name,) for name in ("fastapi", "fsspec", "rich")}
+    monkeypatch.setattr(code, "PACKAGES", few)
+    code.packages_of.cache_clear()
+    yield
+    code.packages_of.cache_clear()
+
+
 @pytest.fixture
 def package(tmp_path: Path) -> Package:
     for file, text in (("shapes", SHAPES), ("drawing", DRAWING), ("__init__", ""), ("bad", "def")):
@@ -82,7 +93,7 @@ def test_a_use_begins_where_its_function_does_and_keeps_its_indentation(package:
 @pytest.mark.parametrize("task", ["line", "call"])
 def test_a_prompt_holds_the_definition_and_never_the_answer(task: str):
     suite = make_code()
-    for number in range(6):
+    for number in range(4):
         rng = Random(number)
         item = suite.make(rng, Shape(1400, 6), task, "alone")
         assert item.phase_2
