@@ -219,6 +219,10 @@ class Plan:
             slice(stop - length, stop) for stop, length in zip(stops, self.lengths, strict=True)
         )
 
+    def counts_of(self, where: Tensor) -> list[int]:
+        """Number of tokens that are set in `where` bool [T], for each prompt."""
+        return [int(where[prompt].sum()) for prompt in self.prompts]
+
     @cached_property
     def positions(self) -> Tensor:
         """Position of each token in its own prompt: int64 [T]."""
@@ -299,9 +303,7 @@ class Plan:
     def top(self, scores: Tensor, count: int, among: Tensor) -> Tensor:
         """Tokens of `among` bool [T] with the best scores, `count` in each prompt or all of them:
         bool [T]."""
-        return self._top(
-            scores, [min(count, int(among[prompt].sum())) for prompt in self.prompts], among
-        )
+        return self._top(scores, [min(count, left) for left in self.counts_of(among)], among)
 
     @cached_property
     def _segments(self) -> tuple[Tensor, Tensor]:

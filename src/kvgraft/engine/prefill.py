@@ -176,7 +176,8 @@ class NativePrefill(PagedPrefill):
     def feed_forward(self, index: int, hidden: Hidden, where: Tensor) -> Hidden:
         with self._timed(self._stage(hidden)):
             part = hidden.only(where)
-            self.flops.ffn += self._counts_of(where) * self._decoder.config.ffn_flops(index)
+            counts = np.array(self.plan.counts_of(where))
+            self.flops.ffn += counts * self._decoder.config.ffn_flops(index)
             states = hidden.states.clone()
             states[where[hidden.where]] = self._decoder.feed_forward(index, part.states)
             return hidden.with_states(states)

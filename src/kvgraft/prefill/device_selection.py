@@ -28,7 +28,7 @@ class Candidates:
     """
 
     def __init__(self, plan: Plan, among: Tensor, device: torch.device) -> None:
-        self.left = [int(among[prompt].sum()) for prompt in plan.prompts]
+        self.left = plan.counts_of(among)
         # [prompts, longest]; padding is the last token, which is never a candidate
         offsets, last = torch.arange(max(plan.lengths)), plan.num_tokens - 1
         places = torch.stack(
@@ -104,7 +104,7 @@ class _Edges:
     choose with them."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        self._plan, self._device = plan, device
+        self._device = device
         self._where = plan.fresh & ~plan.question
         self._prompts = np.repeat(np.arange(len(plan.lengths)), plan.lengths)
 

@@ -122,7 +122,7 @@ class PagedPrefill(PrefillContext):
 
         with self._timed("select"):
             places, known = self._indices(queries), queries.known
-            counts = self._counts_of(known) + queries.found_counts
+            counts = self.plan.counts_of(known) + queries.found_counts
             starts = torch.tensor([prompt.start for prompt in self.plan.prompts])
             prompt_of = starts.repeat_interleave(torch.tensor(self.plan.lengths))[known]
             before, first = upload(
@@ -175,10 +175,6 @@ class PagedPrefill(PrefillContext):
     def _rows_of(self, where: Tensor) -> list[Tensor]:
         """Positions that are set in `where` bool [T], per prompt."""
         return [self.plan.positions[prompt][where[prompt]] for prompt in self.plan.prompts]
-
-    def _counts_of(self, where: Tensor) -> np.ndarray:
-        """Number of tokens that are set in `where` bool [T] in each prompt, int64."""
-        return np.array([int(where[prompt].sum()) for prompt in self.plan.prompts])
 
     def _stage(self, hidden: Hidden) -> str:
         return "dense" if are_equal(hidden.tokens, self.plan.active) else "sparse"

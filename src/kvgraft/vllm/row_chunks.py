@@ -58,7 +58,7 @@ class RowChunks:
             if not isinstance(tokens, Tensor):
                 raise ValueError("these tokens have no chunks yet")
             self._tokens, self._chunks = tokens, self.cut(tokens, splits=True)
-            self.counts = self._counts_of(tokens)
+            self.counts = np.array(self._plan.counts_of(tokens))
         return self._chunks
 
     def of_found(
@@ -72,7 +72,7 @@ class RowChunks:
             positions: int64 [n] on the device.
             slots: int64 [groups, n] on the device.
         """
-        plan, known = self._plan, self._counts_of(tokens.known)
+        plan, known = self._plan, self._plan.counts_of(tokens.known)
         parts = np.array([known, *(part.counts for part in tokens.found)])
         # part and prompt of each row, in which positions ascend; the prompt
         owners = np.repeat(np.arange(parts.size), parts.flatten())
@@ -105,9 +105,6 @@ class RowChunks:
         bounds = [self._plan.lengths[prompt] for prompt, _ in pieces]
         positions = [at for _, at in pieces]
         return AttentionLayout(tuple(map(Context, positions, slots, bounds)))
-
-    def _counts_of(self, where: Tensor) -> np.ndarray:
-        return np.array([int(where[prompt].sum()) for prompt in self._plan.prompts])
 
     def cut(self, where: Tensor, *, splits: bool = False) -> list[PrefillChunk]:
         """Return new chunks of the tokens set in `where`.
