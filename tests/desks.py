@@ -104,7 +104,7 @@ class Desk(ABC):
 
     @abstractmethod
     def admit(self, question: Question) -> Opened | None:
-        """Decide, pin and allocate. None if there is not enough room; then the decision may wait."""
+        """Decide, pin and allocate. None if there is not enough room; the decision may wait."""
 
     @abstractmethod
     def offer(self, opened: Opened) -> None:
@@ -191,7 +191,7 @@ class Desk(ABC):
 
 class BarePool:
     """The least that the core needs. Of the pages that nobody holds it reclaims the one that was
-    reclaimed least often, whatever it holds."""
+    reclaimed least often, for any content."""
 
     def __init__(self, num_pages: int) -> None:
         self.block_size, self.num_pages = SIZE, num_pages
@@ -467,7 +467,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     Attributes:
         make_desks: makes the hosts that all serve the same requests.
-        are_equal: whether the hosts must decide alike: their pools reclaim nothing.
+        are_equal: whether the hosts must decide the same: their pools reclaim nothing.
     """
 
     are_equal: ClassVar[bool] = False

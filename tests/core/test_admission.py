@@ -1,5 +1,5 @@
 """Admission over pages that are reclaimed in any order: what is promised to a prompt holds, and
-hosts with the same history decide alike."""
+hosts with the same history decide the same."""
 
 from collections.abc import Iterator
 

@@ -44,13 +44,13 @@ for dtype in DTYPES:
             rows.read_rows(pools, heads, at, implementation="triton")
             turn = torch.zeros(3, dim // 2), torch.zeros(3, dim // 2)
             source, target = ((slots, turn) for slots in torch.arange(6).view(2, 1, 3))
-            told = torch.zeros(8, 3, dim * count)
+            averaged = torch.zeros(8, 3, dim * count)
             changes.kv_changes(pools, heads, target, source, implementation="triton")
             both = (torch.arange(3), torch.arange(3)), (torch.arange(9), torch.arange(9))
             around = changes.anchors_nearby(*both, 64.0, 0.5, 8, 3, implementation="triton")[:2]
-            changes.average_changes(told, *around, implementation="triton")
+            changes.average_changes(averaged, *around, implementation="triton")
             sides = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3)
-            changes.copy_changed(pools, heads, source, target, told, *sides, implementation="triton")
+            changes.copy_changed(pools, heads, source, target, averaged, *sides, implementation="triton")
     states, weight = torch.zeros(20, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
     rows.add_norm(states, states, weight, 1e-6, implementation="triton")
     rows.silu_mul(states, implementation="triton")
@@ -153,13 +153,13 @@ for tokens in (1, 3, 16, 48, 101):
     for anchors in (2, 16, 33):
         few, own = torch.arange(anchors)[None], (torch.zeros(anchors, 64), torch.zeros(anchors, 64))
         changes.kv_changes(pools, heads, (few, own), (few, own), implementation="triton")
-        told = torch.zeros(8, anchors, 256)
+        averaged = torch.zeros(8, anchors, 256)
         *around, sides, behind = changes.anchors_nearby(
             (few[0], few[0]), (at[0], at[0]), 64.0, 0.5, 8, 3, implementation="triton"
         )
-        changes.average_changes(told, *around, implementation="triton")
+        changes.average_changes(averaged, *around, implementation="triton")
         sides = sides, behind
-        changes.copy_changed(pools, heads, (at, turn), (at, turn), told, *sides, implementation="triton")
+        changes.copy_changed(pools, heads, (at, turn), (at, turn), averaged, *sides, implementation="triton")
 """
 SETUP = """
 import torch
@@ -219,7 +219,7 @@ def test_each_kernel_that_is_launched_is_compiled_here():
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_prompts_of_other_sizes_need_no_other_kernels():
-    """A kernel that is compiled anew for a number of tokens holds up a request, the first with such
+    """A kernel that is compiled again for a number of tokens holds up a request, the first with such
     a number."""
     found = Counter(lines_of(f"{SETUP}{SIZES}\nfor name in variants():\n    print(name)"))
     assert found == dict.fromkeys(("_move_rows", "_align_copy", *CHANGES), 1)

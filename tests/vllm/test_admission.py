@@ -1,5 +1,5 @@
-"""Admission over vLLM's block pool: what is promised to a prompt holds, and the connector decides as
-the native engine does."""
+"""Admission over vLLM's block pool: promises to a prompt hold, and the connector decides as the
+native engine does."""
 
 from collections.abc import Iterator
 
