@@ -512,10 +512,17 @@ def test_metrics_are_those_of_the_server_and_name_no_tenant(server: RunningServe
 
 
 def test_a_client_that_leaves_ends_its_request(server: RunningServer, texts: Any):
-    before = server.status(ALICE)["totals"]["requests"].get("aborted", 0)
+    # on a busy machine the client may get its first line after the whole answer was made
+    assert any(outcome_after_leaving(server, texts.document(200)) == "aborted" for _ in range(5))
+    assert running_requests(server) == 0
+
+
+def outcome_after_leaving(server: RunningServer, prompt: str) -> str:
+    """Leave a stream after its first line; return the outcome that the server records."""
+    before = server.status(ALICE)["totals"]["requests"]
     body = {
         "model": "bundled",
-        "prompt": texts.document(200),
+        "prompt": prompt,
         "max_tokens": 3000,
         "stream": True,
         "ignore_eos": True,
@@ -526,11 +533,12 @@ def test_a_client_that_leaves_ends_its_request(server: RunningServer, texts: Any
     ):
         assert next(answer.iter_lines()).startswith("data: ")
     deadline = time.monotonic() + 30
-    while (status := server.status(ALICE))["totals"]["requests"].get("aborted", 0) == before:
-        assert time.monotonic() < deadline, (status["recent"][:3], server.log.read_text()[-3000:])
-    assert status["totals"]["requests"]["aborted"] == before + 1
-    assert status["recent"][0]["outcome"] == "aborted"
-    assert running_requests(server) == 0
+    while (status := server.status(ALICE))["totals"]["requests"] == before:
+        assert time.monotonic() < deadline, server.log.read_text()[-3000:]
+        time.sleep(0.05)
+    outcome = status["recent"][0]["outcome"]
+    assert status["totals"]["requests"][outcome] == before.get(outcome, 0) + 1
+    return outcome
 
 
 def running_requests(server: RunningServer) -> float:
