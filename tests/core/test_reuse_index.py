@@ -3,8 +3,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from kvgraft.core import readings
 from kvgraft.core.keys import chain_hashes, scope_digest
-from kvgraft.core.matches import MAX_DEPTH, MatchQuery
+from kvgraft.core.matches import MAX_DEPTH, Match, MatchQuery
 from kvgraft.core.pages import Pages
 from kvgraft.core.provenance import NEVER, BlockProvenance
 from kvgraft.core.restore import register_restored, wanted_exact, wanted_grafts
@@ -64,6 +65,29 @@ def test_blocks_behind_a_graft_are_registered_up_to_the_greatest_depth():
             assert known(index) == [(0, 3 * SIZE, 0)]
             assert offer.approximate_pages == set()
         assert offer.num_registered == 8
+
+
+def test_readings_are_remembered_as_long_as_their_text(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(readings, "LEAST_SOURCES", 4)
+    index, tokens = ReuseIndex(PagePool(17, SIZE)), iter(np.arange(10**6).reshape(-1, SIZE))
+    old = BlockProvenance(SCOPE)
+    held = np.array(index.pool.allocate(1))
+    old.mark_approximate([(0, 1)], [(old.source - 1, 0, SIZE, 0)])
+    index.offer(old, next(tokens), held, old.depths(1, SIZE))
+    for _ in range(200):
+        offer, pages = BlockProvenance(SCOPE), index.pool.allocate(2)
+        offer.mark_approximate([(0, 1)], [(old.source, 0, 2 * SIZE, 0)])
+        text = np.concatenate([next(tokens), next(tokens)])
+        index.offer(offer, text, np.array(pages), offer.depths(2, SIZE))
+        index.pool.release(pages)
+
+    assert len(index.readings) <= 2 * 17
+    pair = [Match(0, SIZE, 0, held, 1, source) for source in (offer.source, old.source)]
+    first, second = index.readings.label(pair)
+    assert first.reading == second.reading, "the last one was read behind the first"
+    pair = [Match(0, SIZE, 0, held, 1, source) for source in (old.source, old.source - 1)]
+    first, second = index.readings.label(pair)
+    assert first.reading == second.reading, "the first one is still held"
 
 
 def test_what_is_beyond_the_greatest_depth_is_told_from_what_is_unknown():

@@ -15,8 +15,8 @@ from kvgraft.core.matches import Match
 
 # a source, positions [start, stop) in it, and where the first of them stands in the reader
 Span = tuple[int, int, int, int]
-# Number of sources that are remembered.
-CAPACITY = 1 << 15
+# Least number of sources at which those without KV are forgotten.
+LEAST_SOURCES = 1 << 10
 # Share of a match that must have been read together with another match.
 LEAST_SHARE = 0.5
 
@@ -28,6 +28,11 @@ class Readings:
         self._behind: dict[int, np.ndarray] = {}  # source -> spans int64 [n, 3]
         # For each page: its version, the source that its text was read in, and its place there.
         self._held = np.full((0, 3), -1, np.int64)
+        self._limit = LEAST_SOURCES
+
+    def __len__(self) -> int:
+        """Sources that were read behind others."""
+        return len(self._behind)
 
     def note(
         self,
@@ -95,10 +100,23 @@ class Readings:
 
     def add(self, source: int, spans: Iterable[Span]) -> None:
         """Note that a source was read behind these spans of others."""
-        rows = np.array(list(spans), np.int64).reshape(-1, 4)[:, :3]
-        self._behind[source] = np.unique(rows, axis=0)
-        while len(self._behind) > CAPACITY:
-            del self._behind[next(iter(self._behind))]
+        rows = sorted({span[:3] for span in spans})
+        self._behind.pop(source, None)
+        if rows:
+            self._behind[source] = np.array(rows, np.int64)
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether it is time to forget sources: there are twice as many as were kept."""
+        return len(self._behind) > self._limit
+
+    def keep(self, sources: np.ndarray) -> None:
+        """Forget all sources but these, int64 [n], and those whose text is in a noted page."""
+        kept = np.union1d(sources, self._held[:, 1])
+        known = np.fromiter(self._behind, np.int64, len(self._behind))
+        for source in known[~np.isin(known, kept)].tolist():
+            del self._behind[source]
+        self._limit = max(LEAST_SOURCES, 2 * len(self._behind))
 
     def label(self, matches: Sequence[Match]) -> list[Match]:
         """Return the matches, in this order, with equal `reading` if all of them were read

@@ -161,6 +161,9 @@ class ReuseIndex:
         offer.last_entry = int(ids[-1])
         offer.num_entries += int(usable.sum())
         self.readings.note(offer.source, offer.spans, new, versions, first, size)
+        if self.readings.is_full:
+            entries = self.segments.blocks.entries
+            self.readings.keep(entries.source[entries.held()])
         offer.num_registered = stop
 
     def register(
