@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from random import Random
@@ -47,6 +47,9 @@ GUARD = ("--kvgraft-guard", "0.05", "--kvgraft-guard-tokens", "1000000")
 FIXED = 12  # plain requests whose answers are watched
 MIN_SAMPLES = 6  # to speak of growth
 MIB = 1 << 20
+API_SERVER, ENGINE, WORKER = "API server", "engine core", "worker"
+# what the titles of vLLM's processes contain
+ROLES = {"VLLM::EngineCore": ENGINE, "VLLM::Worker": WORKER}
 # plain vLLM grows, too: oneDNN keeps what it compiled for each of the last 1024 matrix shapes, here
 # of the last 16
 ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
@@ -65,17 +68,17 @@ class Result:
     """What happened.
 
     Attributes:
-        rss_mib: (minutes since the load began, MiB of all processes of the server).
-        growth: MiB per minute after the first third and its standard error, or None for too few
-            samples.
+        rss_mib: for each process of the server, (minutes since the load began, MiB).
+        growth: for each process, MiB per minute in the second half and its standard error. Empty if
+            there are too few samples.
         broken: invariants that did not hold, with how often; empty is good.
     """
 
     minutes: float
     done: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    rss_mib: list[tuple[float, float]] = field(default_factory=list)
-    growth: tuple[float, float] | None = None
+    rss_mib: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    growth: dict[str, tuple[float, float]] = field(default_factory=dict)
     pool: dict[str, int] = field(default_factory=dict)
     broken: dict[str, int] = field(default_factory=dict)
 
@@ -86,8 +89,18 @@ def main(
     blocks: Annotated[int, typer.Option(help="Of the pool, 32 tokens each.")] = 160,
     max_requests: Annotated[int, typer.Option(help="Sent at most.")] = 100_000,
     max_growth: Annotated[
-        float, typer.Option(help="MiB per minute; memory must not surely grow more.")
+        float,
+        typer.Option(
+            help="MiB per minute; memory of the API server and of the engine core must not surely "
+            "grow more."
+        ),
     ] = 0.5,
+    max_worker_growth: Annotated[
+        float,
+        typer.Option(
+            help="The same of the worker, whose allocator keeps what the greatest batches took."
+        ),
+    ] = 2.5,
     seed: Annotated[int, typer.Option(help="Of all requests.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -112,7 +125,8 @@ def main(
             base_url=server.url, timeout=TIMEOUT_S, limits=httpx.Limits()
         ) as http:
             traffic = Traffic(http, MODEL, keys, admin_key, words, MAX_MODEL_LEN, seed)
-            return await soak(server, traffic, minutes, workers, max_requests, max_growth)
+            bounds = {API_SERVER: max_growth, ENGINE: max_growth, WORKER: max_worker_growth}
+            return await soak(server, traffic, minutes, workers, max_requests, bounds)
 
     with start(options, environment=ENVIRONMENT | {"KVGRAFT_ADMIN_KEY": admin_key}) as server:
         result = asyncio.run(run(server))
@@ -129,9 +143,9 @@ async def soak(
     minutes: float,
     workers: int,
     max_requests: int,
-    max_growth: float,
+    max_growth: Mapping[str, float],
 ) -> Result:
-    """Load, settle, check."""
+    """Load, settle, check. `max_growth` is for each process, MiB per minute."""
     findings, stop, result = traffic.findings, asyncio.Event(), Result(minutes)
     await traffic.choose_fixed(FIXED)
     fresh = await pool_of(traffic)
@@ -147,11 +161,10 @@ async def soak(
         await traffic.check_all_fixed(Random(0))
         result.metrics = await metrics_of(traffic)
     result.growth = growth(result.rss_mib)
-    if result.growth is not None:
-        slope, error = result.growth
+    for name, (slope, error) in result.growth.items():
         findings.expect(
-            slope - 2 * error <= max_growth,
-            f"memory grows by {slope:.2f} +- {error:.2f} MiB per minute",
+            slope - 2 * error <= max_growth[name],
+            f"memory of the {name} grows by {slope:.2f} +- {error:.2f} MiB per minute",
         )
     exercised = {
         "grafts": findings.done["grafted tokens"],
@@ -167,15 +180,16 @@ async def soak(
 
 async def watch(
     server: Server, load: asyncio.Task[None], minutes: float
-) -> list[tuple[float, float]]:
+) -> dict[str, list[tuple[float, float]]]:
     """Sample memory until the time is over, the load is used up or the server is gone."""
-    samples: list[tuple[float, float]] = []
+    samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
     begin = time.monotonic()
     with progress_bar(errors, "soaking") as on_progress:
         while (
             passed := (time.monotonic() - begin) / 60
         ) < minutes and server.process.poll() is None:
-            samples.append((passed, rss_mib(server.process.pid)))
+            for name, mib in rss_mib(server.process.pid).items():
+                samples[name].append((passed, mib))
             on_progress(int(60 * passed), int(60 * minutes))
             done, _ = await asyncio.wait([load], timeout=min(SAMPLE_S, 60 * (minutes - passed)))
             if done:
@@ -253,26 +267,32 @@ async def metrics_of(traffic: Traffic) -> dict[str, float]:
     return dict(found)
 
 
-def rss_mib(pid: int) -> float:
-    """Resident memory of a process and all its children."""
-    total = 0
+def rss_mib(pid: int) -> dict[str, float]:
+    """Return the resident memory of a server's processes: API server, engine core, worker."""
+    found: dict[str, float] = defaultdict(float)
     with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for each in (process, *process.children(recursive=True)):
+        server = psutil.Process(pid)
+        for each in (server, *server.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):
-                total += each.memory_info().rss
-    return total / MIB
+                title = " ".join(each.cmdline())
+                name = next((role for mark, role in ROLES.items() if mark in title), API_SERVER)
+                found[name] += each.memory_info().rss / MIB
+    return found
 
 
-def growth(samples: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """Slope of a line through the last two thirds of (minutes, MiB) and its standard error, or None
-    of too few."""
-    later = [sample for sample in samples if sample[0] >= samples[-1][0] / 3]
-    if len(later) < MIN_SAMPLES:
-        return None
-    minutes, mib = np.asarray(later).T
-    line, covariance = np.polyfit(minutes, mib, 1, cov=True)
-    return float(line[0]), float(covariance[0, 0] ** 0.5)
+def growth(
+    samples: Mapping[str, Sequence[tuple[float, float]]],
+) -> dict[str, tuple[float, float]]:
+    """Return the slope of a line through the second half of (minutes, MiB) and its standard error,
+    for each process with enough samples."""
+    found = {}
+    for name, points in samples.items():
+        later = [point for point in points if point[0] >= points[-1][0] / 2]
+        if len(later) >= MIN_SAMPLES:
+            minutes, mib = np.asarray(later).T
+            line, covariance = np.polyfit(minutes, mib, 1, cov=True)
+            found[name] = float(line[0]), float(covariance[0, 0] ** 0.5)
+    return found
 
 
 def table_of(result: Result) -> Table:
@@ -280,13 +300,11 @@ def table_of(result: Result) -> Table:
     table = Table("", "", title=f"soak of {result.minutes:g} minutes", box=box.MARKDOWN)
     for name, count in {**result.done, **result.metrics}.items():
         table.add_row(escape(name), f"{count:.10g}")
-    if result.rss_mib:
-        first, last = result.rss_mib[0][1], result.rss_mib[-1][1]
-        table.add_row("memory MiB, first and last", f"{first:.0f}, {last:.0f}")
-    table.add_row(
-        "growth MiB/minute",
-        "-" if result.growth is None else "{:.3f} +- {:.3f}".format(*result.growth),
-    )
+    for name, points in result.rss_mib.items():
+        table.add_row(f"{name}, MiB at first", f"{points[0][1]:.0f}")
+        table.add_row(f"{name}, MiB at last", f"{points[-1][1]:.0f}")
+    for name, (slope, error) in result.growth.items():
+        table.add_row(f"{name}, MiB per minute", f"{slope:.2f} +- {error:.2f}")
     table.add_row("pool when idle", str(result.pool))
     for what, count in result.broken.items() or {"nothing": 0}.items():
         table.add_row("broken", f"{count} x {what}" if count else what)

@@ -162,8 +162,9 @@ def test_a_short_soak_breaks_nothing_and_notices_what_is_wrong(server: Server):
     async def run() -> tuple[soak.Result, Traffic]:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
             traffic = Traffic(http, "bundled", KEYS, ADMIN, WORDS, LENGTH, seed=0)
+            bounds = dict.fromkeys((soak.API_SERVER, soak.ENGINE, soak.WORKER), 1e9)
             result = await soak.soak(
-                server, traffic, 10.0, workers=12, max_requests=72, max_growth=1e9
+                server, traffic, 10.0, workers=12, max_requests=72, max_growth=bounds
             )
             wrong = [replace(fixed, answer=f"{fixed.answer} more") for fixed in traffic.fixed[:2]]
             traffic.fixed = wrong
@@ -177,5 +178,6 @@ def test_a_short_soak_breaks_nothing_and_notices_what_is_wrong(server: Server):
     ] == []
     assert result.pool["used"] == result.pool["pinned"] > 0
     assert result.metrics["kvgraft:requests_total[grafted]"] > 0
-    assert result.rss_mib[-1][1] > 100
+    assert set(result.rss_mib) == {soak.API_SERVER, soak.ENGINE, soak.WORKER}
+    assert all(samples[-1][1] > 100 for samples in result.rss_mib.values())
     assert traffic.findings.broken["a plain answer differs from that of the fresh server"] == 2
