@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvgraft.fleet.application import must_be_alike
+from kvgraft.fleet.application import required_equal
 from kvgraft.fleet.environment_check import EnvironmentCheck
 from kvgraft.fleet.options import FleetOptions
 
@@ -37,8 +37,8 @@ def test_what_differs_is_named_and_not_shown(
 
 
 def test_what_a_flag_says_no_variable_says(monkeypatch: pytest.MonkeyPatch):
-    assert must_be_alike(FleetOptions()) == ["VLLM_API_KEY", "KVGRAFT_ADMIN_KEY"]
-    assert must_be_alike(FleetOptions(arguments=["--api-key", "k"])) == ["KVGRAFT_ADMIN_KEY"]
+    assert required_equal(FleetOptions()) == ["VLLM_API_KEY", "KVGRAFT_ADMIN_KEY"]
+    assert required_equal(FleetOptions(arguments=["--api-key", "k"])) == ["KVGRAFT_ADMIN_KEY"]
     # where it is not, that is said nowhere else, either
     monkeypatch.setenv("KVGRAFT_CACHE_SECRET", "ab" * 32)
-    assert must_be_alike(FleetOptions()) == [NAMES[1], NAMES[0], NAMES[2]]
+    assert required_equal(FleetOptions()) == [NAMES[1], NAMES[0], NAMES[2]]

@@ -183,8 +183,8 @@ def _summary(
 def _along(rows: Sequence[EvalRow], noise: ByPrompt) -> dict[str, Any]:
     """Return the fields of a summary about distances along full's answer."""
     clusters = [row.cluster for row in rows]
-    kl, flips, loglik = (_told(rows, name) for name in ("answer_kl", "flips", "loglik"))
-    unit = _told(
+    kl, flips, loglik = (_distances(rows, name) for name in ("answer_kl", "flips", "loglik"))
+    unit = _distances(
         [noise[row.cluster, row.number] for row in rows if (row.cluster, row.number) in noise],
         "answer_kl",
     )
@@ -199,7 +199,7 @@ def _along(rows: Sequence[EvalRow], noise: ByPrompt) -> dict[str, Any]:
     }
 
 
-def _told(rows: Sequence[EvalRow], name: str) -> list[float]:
+def _distances(rows: Sequence[EvalRow], name: str) -> list[float]:
     """Return a distance of all rows, or an empty list if one row lacks it."""
     values = [row.answer.distances.get(name, nan) for row in rows]
     return [] if any(map(isnan, values)) else values

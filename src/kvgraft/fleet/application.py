@@ -76,14 +76,14 @@ def application(options: FleetOptions) -> Application:
     """
     served = _served(options)
     names = served.served_model_name or [served.model]
-    return assemble(options, Keys.of(served), names, EnvironmentCheck.here(must_be_alike(options)))
+    return assemble(options, Keys.of(served), names, EnvironmentCheck.here(required_equal(options)))
 
 
 def assemble(
     options: FleetOptions,
     keys: Keys,
     names: Sequence[str],
-    alike: EnvironmentCheck,
+    environment_check: EnvironmentCheck,
     program: Sequence[str] = KVGRAFT,
 ) -> Application:
     """Return the application of options that were checked.
@@ -91,7 +91,7 @@ def assemble(
     Args:
         keys: API keys and admin key of the servers.
         names: names under which the model is served.
-        alike: check of the environment on each replica's machine.
+        environment_check: check of the environment on each replica's machine.
         program: what Python runs for a server, see `running`.
     """
     routing: dict[str, Any] = {
@@ -120,11 +120,11 @@ def assemble(
         graceful_shutdown_timeout_s=options.drain_s,
     )
 
-    servers = replica.bind(options.command, _environment(options), alike, program)
+    servers = replica.bind(options.command, _environment(options), environment_check, program)
     return ingress.bind(servers, keys, names, secrets.token_bytes(32))
 
 
-def must_be_alike(options: FleetOptions) -> list[str]:
+def required_equal(options: FleetOptions) -> list[str]:
     """Return the environment variables that must have the same value on all machines.
 
     A secret that is not set on this machine is not checked, because other machines may have it.

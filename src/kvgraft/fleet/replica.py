@@ -79,7 +79,7 @@ class Replica:
     Args:
         arguments: of `kvgraft serve`.
         environment: added to the environment of this process.
-        alike: check that this machine has the same environment as the ingresses.
+        environment_check: check that this machine has the same environment as the ingresses.
         program: see `running`.
 
     Raises:
@@ -91,10 +91,10 @@ class Replica:
         self,
         arguments: Sequence[str],
         environment: Mapping[str, str],
-        alike: EnvironmentCheck,
+        environment_check: EnvironmentCheck,
         program: Sequence[str] = KVGRAFT,
     ) -> None:
-        alike.check()
+        environment_check.check()
 
         self._open = ExitStack()
         server = running(

@@ -60,8 +60,8 @@ class LayerHeads:
         runs: list[list[int]] = []
         for head in sorted(heads, key=lambda head: (self.page_lists[head], self.streams[head])):
             before = runs[-1][-1] if runs else head
-            alike = self.page_lists[before] == self.page_lists[head]
-            if runs and alike and self.streams[head] == self.streams[before] + 1:
+            same_pages = self.page_lists[before] == self.page_lists[head]
+            if runs and same_pages and self.streams[head] == self.streams[before] + 1:
                 runs[-1].append(head)
             else:
                 runs.append([head])

@@ -386,8 +386,8 @@ class AttentionLayout:
         of each head.
         """
         tiles = [self._window_slots(page_list) for page_list in page_lists]
-        alike = all(visible is tiles[0][1] or visible.equal(tiles[0][1]) for _, visible in tiles)
-        visible = torch.stack([visible for _, visible in tiles[: 1 if alike else None]], dim=1)
+        same = all(visible is tiles[0][1] or visible.equal(tiles[0][1]) for _, visible in tiles)
+        visible = torch.stack([visible for _, visible in tiles[: 1 if same else None]], dim=1)
         rows, real, *_ = self._windows
         return WindowTiles(rows, real, torch.stack([slots for slots, _ in tiles]), visible)
 

@@ -46,7 +46,7 @@ def convert(gguf: Path, out: Path) -> None:
     if len(tensors) != num_tensors:
         _refuse([f"{num_tensors} tensors where {ARCHITECTURES[architecture]} has {len(tensors)}"])
 
-    _begin_as_told(tokenizer, metadata.get("tokenizer.ggml.add_bos_token"))
+    _set_add_bos(tokenizer, metadata.get("tokenizer.ggml.add_bos_token"))
     out.mkdir()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     special = _special_ids(metadata)
@@ -130,7 +130,7 @@ def _special_ids(metadata: Mapping[str, Any]) -> dict[str, int | None]:
     return {name: None if value is None else int(value) for name, value in found.items()}
 
 
-def _begin_as_told(tokenizer: Any, add_bos: bool | None) -> None:
+def _set_add_bos(tokenizer: Any, add_bos: bool | None) -> None:
     """Configure whether the tokenizer puts the beginning-of-sequence token before a text, as the
     file says.
     """

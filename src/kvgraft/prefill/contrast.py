@@ -95,21 +95,21 @@ def _differences(
     each."""
     segments = text.segments
     phrases = text.shared(counts, PHRASE_TOKENS)
-    similar, alike = np.zeros((2, *candidates.shape), bool)
+    similar, ambiguous = np.zeros((2, *candidates.shape), bool)
     for prompt in plan.prompts:
         mine = candidates[prompt] & text.copied[prompt]
         if phrases[prompt][mine].sum() >= max(alike_share * wording[prompt][mine].sum(), 1):
             similar[prompt] = mine
-            alike[prompt] = mine & text.behind_another(prompt, candidates)
+            ambiguous[prompt] = mine & text.behind_another(prompt, candidates)
 
     runs = _numbered(segments, wording)
     short = (np.bincount(runs)[runs] <= SLOT_TOKENS) | (_places(runs) < HEAD_TOKENS)
-    slots = ((~wording & short) | text.values(candidates | ~text.copied)) & alike
+    slots = ((~wording & short) | text.values(candidates | ~text.copied)) & ambiguous
     starts = (np.bincount(segments, slots) > 0)[segments] & (_places(segments) < START_TOKENS)
     found = _widened(slots, segments) | starts
     for prompt in plan.prompts:
         if found[prompt].sum() > MOST_SHARE * similar[prompt].sum():
-            found[prompt] = alike[prompt]
+            found[prompt] = ambiguous[prompt]
 
     return found, similar
 

@@ -269,12 +269,10 @@ class RecoveryQueue:
 
         Policies with a head map choose heads for a single prompt.
         """
-        alike = (job.policy, job.adapter) == (
-            batch[0].policy,
-            batch[0].adapter,
-        ) and not job.policy.needs_head_map
+        same_policy = (job.policy, job.adapter) == (batch[0].policy, batch[0].adapter)
+        num_tokens = sum(len(other.token_ids) for other in [*batch, job])
         return (
-            alike and sum(len(other.token_ids) for other in [*batch, job]) <= self._max_batch_tokens
+            same_policy and not job.policy.needs_head_map and num_tokens <= self._max_batch_tokens
         )
 
     def cancel(self, request_ids: set[str]) -> None:

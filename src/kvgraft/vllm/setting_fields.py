@@ -76,7 +76,7 @@ class SettingFields(ReuseFields):
         "most used first. Value: tokens, at most this share of the prompt tokens of requests. A "
         "new request aborts it and waits for one step of 512 tokens at most",
         "documents return in another order, and the server has idle time "
-        "([figures](results/conversations.md#reading-anew-between-turns))",
+        "([figures](results/conversations.md#recomputing-between-turns))",
         SHARE,
         shown="0: off",
     )

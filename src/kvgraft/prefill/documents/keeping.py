@@ -112,8 +112,8 @@ class KeepsDocuments(Policy):
         (rule 2).
         """
         fresh = ctx.plan.fresh & ~ctx.plan.question
-        anew = self._anew(ctx, kept) | fresh  # [L, T]
-        needed = anew.flip(0).cumsum(0).flip(0) > 0  # [L, T]: enters the layer
+        computed = self._recomputed(ctx, kept) | fresh  # [L, T]
+        needed = computed.flip(0).cumsum(0).flip(0) > 0  # [L, T]: enters the layer
         if not needed.any():
             return
 
@@ -125,12 +125,12 @@ class KeepsDocuments(Policy):
                 index,
                 hidden,
                 sees=sees,
-                writes=anew[index],
+                writes=computed[index],
                 outputs=outputs,
                 fuses=self.update == "fusion",
             )
 
-    def _anew(self, ctx: DocumentContext, kept: Tensor) -> Tensor:
+    def _recomputed(self, ctx: DocumentContext, kept: Tensor) -> Tensor:
         """Kept tokens to recompute: bool [L, T]."""
         if self.recomputed == "none":
             return torch.zeros_like(kept)

@@ -135,8 +135,8 @@ class RunnerAdapters:
         else:
             request, digest = self._wanted.request, self._wanted.digest
             number = request.lora_int_id
-            anew = request.load_inplace and self._loaded.get(number) != digest
-            self._map({replace(request, load_inplace=anew)}, number, num_rows)
+            reload = request.load_inplace and self._loaded.get(number) != digest
+            self._map({replace(request, load_inplace=reload)}, number, num_rows)
             if self._loaded.get(number) != digest:
                 raise RuntimeError(
                     f"adapter {request.lora_name!r} has other weights than when this was planned"

@@ -47,15 +47,15 @@ class Alignment:
 
     def parts(self, layers: Sequence[int]) -> list[list[int]]:
         """Split these layers into groups that one call can serve."""
-        alike: dict[Hashable, list[int]] = {}
+        by_form: dict[Hashable, list[int]] = {}
         for index in layers:
             rows = self._host.rows_of(index)
             alone = self._host.is_packed(index)
             form: Hashable = (
                 index if alone else (self._host.rotations[index], rows.shape, rows.stride())
             )
-            alike.setdefault(form, []).append(index)
-        return list(alike.values())
+            by_form.setdefault(form, []).append(index)
+        return list(by_form.values())
 
     def __call__(self, part: Sequence[int]) -> None:
         """Copy keys and values in the layers of one of the `parts`, and rotate the keys."""

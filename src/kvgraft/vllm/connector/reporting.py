@@ -31,7 +31,7 @@ class Reporting:
         self.early = StopStringReports(admission)
         self._stats = Stats()
         # gauge values of the last payload
-        self._told: dict[tuple[str, str], float] = {}
+        self._last_levels: dict[tuple[str, str], float] = {}
         # documents that the workers hold in host memory: bytes and number
         self.documents = (0, 0)
 
@@ -132,11 +132,11 @@ class Reporting:
         self.early.end_of_step()
         stats, self._stats = self._stats, Stats()
         levels = self._levels()
-        if stats.is_empty() and levels == self._told:
+        if stats.is_empty() and levels == self._last_levels:
             return None
         for (metric, label), value in levels.items():
             stats.level(metric, label, value)
-        self._told = levels
+        self._last_levels = levels
         return stats
 
     def _levels(self) -> dict[tuple[str, str], float]:

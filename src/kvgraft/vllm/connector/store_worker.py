@@ -38,7 +38,7 @@ class StoreWorker:
         self._store = options.open(host.block_size, chunk_blocks=CHUNK_BLOCKS)
         self._reader = ThreadPoolExecutor(NUM_READERS, "kvgraft-store")
         self._loads: list[tuple[Load, Future[Fetched]]] = []
-        self._told: Counter[str] = Counter()
+        self._last_counts: Counter[str] = Counter()
         self._report: StoreReport | None = StoreReport(
             records=self._store.take_appeared(), ready=True
         )
@@ -73,8 +73,8 @@ class StoreWorker:
     def take_report(self) -> StoreReport | None:
         """Return what has happened since the last call, or None if nothing has."""
         counts = Counter(self._store.counts)
-        if counts != self._told:
-            self._reported.counts, self._told = counts - self._told, counts
+        if counts != self._last_counts:
+            self._reported.counts, self._last_counts = counts - self._last_counts, counts
         report, self._report = self._report, None
         return report
 

@@ -32,7 +32,7 @@ class WorkerSide:
         self._ended: dict[str, RecoveryResult] = {}
         self._reported: dict[str, RecoveryResult] = {}
         # last report of documents: bytes and number
-        self._told = (0, 0)
+        self._last_held = (0, 0)
         # measured costs until they are reported
         self._costs: Costs | None = None
 
@@ -120,9 +120,9 @@ class WorkerSide:
             if self._queue is None
             else (self._queue.library.store.nbytes, len(self._queue.library.store))
         )
-        if held == self._told:
+        if held == self._last_held:
             return None
-        self._told = held
+        self._last_held = held
         return held
 
     def close(self) -> None:
