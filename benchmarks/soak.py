@@ -182,14 +182,14 @@ async def watch(
     server: Server, load: asyncio.Task[None], minutes: float
 ) -> dict[str, list[tuple[float, float]]]:
     """Sample memory until the time is over, the load is used up or the server is gone."""
-    samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    samples: dict[str, list[tuple[float, float]]] = {}
     begin = time.monotonic()
     with progress_bar(errors, "soaking") as on_progress:
         while (
             passed := (time.monotonic() - begin) / 60
         ) < minutes and server.process.poll() is None:
             for name, mib in rss_mib(server.process.pid).items():
-                samples[name].append((passed, mib))
+                samples.setdefault(name, []).append((passed, mib))
             on_progress(int(60 * passed), int(60 * minutes))
             done, _ = await asyncio.wait([load], timeout=min(SAMPLE_S, 60 * (minutes - passed)))
             if done:

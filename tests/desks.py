@@ -107,8 +107,8 @@ class Desk(ABC):
         """Decide, pin and allocate. None if there is not enough room; the decision may wait."""
 
     @abstractmethod
-    def offer(self, opened: Opened) -> None:
-        """Publish its blocks in the host's cache, and offer them."""
+    def register(self, opened: Opened) -> None:
+        """Publish its blocks in the host's cache, and register them."""
 
     @abstractmethod
     def release(self, opened: Opened) -> None:
@@ -132,7 +132,7 @@ class Desk(ABC):
         return opened
 
     def compute(self, opened: Opened) -> None:
-        """Note what its new pages hold, and offer them."""
+        """Note what its new pages hold, and register them."""
         question, opened.is_computed = opened.question, True
         num_blocks = len(question.tokens) // SIZE
         depths = self.depths(opened, num_blocks)
@@ -142,11 +142,11 @@ class Desk(ABC):
                 is_exact = not depths[block]
                 self.contents[page] = Content(question.namespace, text, is_exact, question.policy)
         self.unpin(opened)
-        self.offer(opened)
+        self.register(opened)
 
     def depths(self, opened: Opened, num_blocks: int) -> np.ndarray:
         """Depths of its first blocks."""
-        found: np.ndarray = opened.state.offer.depths(num_blocks, SIZE)
+        found: np.ndarray = opened.state.provenance.depths(num_blocks, SIZE)
         return found
 
     def end(self, opened: Opened) -> None:
@@ -257,7 +257,7 @@ class BarePrompt:
     policy_name: str
     refusal: str | None
     recovers_in_place: bool
-    offer: BlockProvenance
+    provenance: BlockProvenance
     continued: Continued[Any] | None = None
     plan: Plan | None = None
     matches_similar: bool = False
@@ -295,7 +295,7 @@ class BareDesk(Desk):
         checked: PromptState = prompt
         admission.make_room()
         hits: dict[int, int] = {}
-        for page in pool.lookup_all(prompt.offer.chains(tokens[:-1], SIZE)):
+        for page in pool.lookup_all(prompt.provenance.chains(tokens[:-1], SIZE)):
             if page is None:
                 break
             hits[len(hits)] = page
@@ -316,11 +316,11 @@ class BareDesk(Desk):
         table = [*hits.values(), *pool.allocate(num_new)]
         return opened_of(question, prompt, reuse, table)
 
-    def offer(self, opened: Opened) -> None:
+    def register(self, opened: Opened) -> None:
         prompt, num_blocks = opened.state, len(opened.question.tokens) // SIZE
         table = opened.table[:num_blocks]
         chains, depths = (
-            prompt.offer.chains(prompt.input_ids, SIZE),
+            prompt.provenance.chains(prompt.input_ids, SIZE),
             self.depths(opened, num_blocks),
         )
         keys = list(prompt.continued.keys) if prompt.continued else []
@@ -329,13 +329,13 @@ class BareDesk(Desk):
         for block, page in enumerate(table):
             key = chains[block] if block < first else keys[block - first]
             self.admission.pool.publish(page, key)
-        self.admission.offer(prompt, np.array(table, np.int64), depths, keys)
+        self.admission.register(prompt, np.array(table, np.int64), depths, keys)
 
     def unpin(self, opened: Opened) -> None:
         self.admission.pool.release(opened.sources)
 
     def release(self, opened: Opened) -> None:
-        stop = opened.state.offer.num_continuable
+        stop = opened.state.provenance.num_continuable
         self.admission.leave(opened.state, opened.table[:stop], self.depths(opened, stop))
         self.admission.pool.release(opened.table)
 
@@ -377,9 +377,9 @@ class NativeDesk(Desk):
         found: np.ndarray = opened.state.depths(num_blocks)
         return found
 
-    def offer(self, opened: Opened) -> None:
+    def register(self, opened: Opened) -> None:
         opened.state.num_computed = len(opened.question.tokens)
-        self.memory.offer(opened.state)
+        self.memory.register(opened.state)
 
     def unpin(self, opened: Opened) -> None:
         self.memory.unpin_sources(opened.state)
@@ -559,7 +559,7 @@ def decision_of(opened: Opened | None) -> Hashable:
         tuple(plan.graft_targets.tolist()),
         tuple(plan.graft_shifts.tolist()),
         continued and (continued.first_block, continued.depths, continued.grafted),
-        state.offer.depth,
-        state.offer.first_approximate,
+        state.provenance.depth,
+        state.provenance.first_approximate,
         (report.too_deep_tokens, report.estimated_full_s, report.estimated_reuse_s),
     )

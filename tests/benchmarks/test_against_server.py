@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 import httpx
@@ -177,6 +177,7 @@ def test_a_short_soak_breaks_nothing_and_notices_what_is_wrong(server: Server):
         what for what in result.broken if not any(word in what for word in depends_on_speed)
     ] == []
     assert result.pool["used"] == result.pool["pinned"] > 0
+    assert json.loads(json.dumps(asdict(result)))["broken"] == result.broken
     assert result.metrics["kvgraft:requests_total[grafted]"] > 0
     assert set(result.rss_mib) == {soak.API_SERVER, soak.ENGINE, soak.WORKER}
     assert all(samples[-1][1] > 100 for samples in result.rss_mib.values())

@@ -39,11 +39,11 @@ def known(
     scope: bytes = SCOPE,
 ) -> list[int]:
     """Pages of a prompt that is approximate from this block on, and has ended."""
-    offer, count = BlockProvenance(scope), len(tokens) // SIZE
+    provenance, count = BlockProvenance(scope), len(tokens) // SIZE
     if first_approximate < count:
-        offer.mark_approximate([(first_approximate * SIZE, 1)])
+        provenance.mark_approximate([(first_approximate * SIZE, 1)])
     pages = index.pool.allocate(count)
-    index.offer(offer, tokens, np.array(pages), offer.depths(count, SIZE))
+    index.register(provenance, tokens, np.array(pages), provenance.depths(count, SIZE))
     index.pool.release(pages)
     return pages
 

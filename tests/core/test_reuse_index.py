@@ -19,13 +19,16 @@ SCOPE, OTHER = scope_digest("m", "a"), scope_digest("m", "b")
 TOKENS = np.arange(100, 100 + 8 * SIZE)
 
 
-def offered(
-    index: ReuseIndex, offer: BlockProvenance, num_blocks: int, pages: np.ndarray | None = None
+def registered(
+    index: ReuseIndex, provenance: BlockProvenance, num_blocks: int, pages: np.ndarray | None = None
 ) -> np.ndarray:
     if pages is None:
         pages = np.array(index.pool.allocate(8))
-    index.offer(
-        offer, TOKENS[: num_blocks * SIZE], pages[:num_blocks], offer.depths(num_blocks, SIZE)
+    index.register(
+        provenance,
+        TOKENS[: num_blocks * SIZE],
+        pages[:num_blocks],
+        provenance.depths(num_blocks, SIZE),
     )
     return pages
 
@@ -43,28 +46,28 @@ def test_the_native_pool_satisfies_the_protocol():
     assert pool.num_free == 4
 
 
-def test_what_a_request_offers_is_found_in_its_namespace_only():
+def test_what_a_request_registers_is_found_in_its_namespace_only():
     index = ReuseIndex(PagePool(16, SIZE))
-    offer = BlockProvenance(SCOPE)
-    offered(index, offer, 8)
+    provenance = BlockProvenance(SCOPE)
+    registered(index, provenance, 8)
     assert known(index) == [(0, 8 * SIZE, 0)]
     assert known(index, OTHER) == []
-    assert (offer.num_registered, offer.num_entries) == (8, 8)
+    assert (provenance.num_registered, provenance.num_entries) == (8, 8)
 
 
 def test_blocks_behind_a_graft_are_registered_up_to_the_greatest_depth():
     for max_depth in (0, 1):
         index = ReuseIndex(PagePool(16, SIZE), max_depth=max_depth)
-        offer = BlockProvenance(SCOPE, first_approximate=3 * SIZE + 1)
-        pages = offered(index, offer, 2)
-        offered(index, offer, 8, pages)
+        provenance = BlockProvenance(SCOPE, first_approximate=3 * SIZE + 1)
+        pages = registered(index, provenance, 2)
+        registered(index, provenance, 8, pages)
         if max_depth:
             assert known(index) == [(0, 3 * SIZE, 0), (3 * SIZE, 5 * SIZE, 1)]
-            assert offer.approximate_pages == set(pages[3:].tolist())
+            assert provenance.approximate_pages == set(pages[3:].tolist())
         else:
             assert known(index) == [(0, 3 * SIZE, 0)]
-            assert offer.approximate_pages == set()
-        assert offer.num_registered == 8
+            assert provenance.approximate_pages == set()
+        assert provenance.num_registered == 8
 
 
 def test_readings_are_remembered_as_long_as_their_text(monkeypatch: pytest.MonkeyPatch):
@@ -73,16 +76,16 @@ def test_readings_are_remembered_as_long_as_their_text(monkeypatch: pytest.Monke
     old = BlockProvenance(SCOPE)
     held = np.array(index.pool.allocate(1))
     old.mark_approximate([(0, 1)], [(old.source - 1, 0, SIZE, 0)])
-    index.offer(old, next(tokens), held, old.depths(1, SIZE))
+    index.register(old, next(tokens), held, old.depths(1, SIZE))
     for _ in range(200):
-        offer, pages = BlockProvenance(SCOPE), index.pool.allocate(2)
-        offer.mark_approximate([(0, 1)], [(old.source, 0, 2 * SIZE, 0)])
+        provenance, pages = BlockProvenance(SCOPE), index.pool.allocate(2)
+        provenance.mark_approximate([(0, 1)], [(old.source, 0, 2 * SIZE, 0)])
         text = np.concatenate([next(tokens), next(tokens)])
-        index.offer(offer, text, np.array(pages), offer.depths(2, SIZE))
+        index.register(provenance, text, np.array(pages), provenance.depths(2, SIZE))
         index.pool.release(pages)
 
     assert len(index.readings) <= 2 * 17
-    pair = [Match(0, SIZE, 0, held, 1, source) for source in (offer.source, old.source)]
+    pair = [Match(0, SIZE, 0, held, 1, source) for source in (provenance.source, old.source)]
     first, second = index.readings.label(pair)
     assert first.reading == second.reading, "the last one was read behind the first"
     pair = [Match(0, SIZE, 0, held, 1, source) for source in (old.source, old.source - 1)]
@@ -92,12 +95,12 @@ def test_readings_are_remembered_as_long_as_their_text(monkeypatch: pytest.Monke
 
 def test_what_is_beyond_the_greatest_depth_is_told_from_what_is_unknown():
     index = ReuseIndex(PagePool(16, SIZE), max_depth=1)
-    offer = BlockProvenance(SCOPE)
-    offer.mark_approximate([(2 * SIZE, 1), (5 * SIZE, 2)])
-    offered(index, offer, 8)
+    provenance = BlockProvenance(SCOPE)
+    provenance.mark_approximate([(2 * SIZE, 1), (5 * SIZE, 2)])
+    registered(index, provenance, 8)
     assert known(index) == [(0, 2 * SIZE, 0), (2 * SIZE, 3 * SIZE, 1)]
     assert index.num_too_deep == 3 * SIZE
-    assert (offer.num_entries, len(offer.approximate_pages)) == (5, 3)
+    assert (provenance.num_entries, len(provenance.approximate_pages)) == (5, 3)
     assert known(index, OTHER) == []
     assert index.num_too_deep == 0
 
@@ -112,9 +115,9 @@ def test_text_beyond_the_greatest_depth_takes_no_place_among_near_duplicates():
         PagePool(512, size), max_depth=0, similarity=Similarity(tau=0.3, candidates=1)
     )
     for read, first_approximate in ((text, NEVER), *[(prompt, 0)] * 4):
-        offer = BlockProvenance(SCOPE, first_approximate=first_approximate)
+        provenance = BlockProvenance(SCOPE, first_approximate=first_approximate)
         pages = np.array(index.pool.allocate(20))
-        index.offer(offer, read, pages, offer.depths(20, size))
+        index.register(provenance, read, pages, provenance.depths(20, size))
     matches = index.match(index.query(prompt, (SCOPE,), np.ones(len(prompt), bool), similar=True))
     assert sum(match.length for match in matches) > 300
     assert {match.depth for match in matches} == {0}
@@ -128,29 +131,29 @@ def test_any_depth_is_a_source_by_default_and_many_are_registered_at_once(
     monkeypatch.setattr(
         index.segments, "insert", lambda *a, **k: insertions.append(1) or insert(*a, **k)
     )
-    offer = BlockProvenance(SCOPE)
-    offer.mark_approximate((block * SIZE, 1000 * block) for block in range(1, 8))
-    offer.mark_approximate([(7 * SIZE, 10**6)])
-    offered(index, offer, 8)
+    provenance = BlockProvenance(SCOPE)
+    provenance.mark_approximate((block * SIZE, 1000 * block) for block in range(1, 8))
+    provenance.mark_approximate([(7 * SIZE, 10**6)])
+    registered(index, provenance, 8)
     assert len(insertions) == 1
     assert known(index) == [
         *((block * SIZE, SIZE, 1000 * block) for block in range(7)),
         (7 * SIZE, SIZE, MAX_DEPTH),
     ]
-    assert offer.depth == MAX_DEPTH, "nothing is deeper"
+    assert provenance.depth == MAX_DEPTH, "nothing is deeper"
     assert index.num_too_deep == 0
 
 
-def test_offers_in_parts_are_one_run_and_a_restart_begins_anew():
+def test_parts_are_one_run_and_a_restart_registers_again():
     index = ReuseIndex(PagePool(32, SIZE))
-    offer = BlockProvenance(SCOPE)
-    pages = offered(index, offer, 3)
-    offered(index, offer, 8, pages)
+    provenance = BlockProvenance(SCOPE)
+    pages = registered(index, provenance, 3)
+    registered(index, provenance, 8, pages)
     assert known(index) == [(0, 8 * SIZE, 0)]
-    offer.restart()
-    assert (offer.num_registered, offer.last_entry) == (0, -1)
-    offered(index, offer, 8)
-    assert offer.num_entries == 16
+    provenance.restart()
+    assert (provenance.num_registered, provenance.last_entry) == (0, -1)
+    registered(index, provenance, 8)
+    assert provenance.num_entries == 16
 
 
 def test_sources_have_numbers_of_their_own():
@@ -158,17 +161,17 @@ def test_sources_have_numbers_of_their_own():
 
 
 def test_exact_hits_behind_a_graft_are_exact():
-    offer = BlockProvenance(SCOPE, first_approximate=SIZE)
-    assert offer.depths(4, SIZE).tolist() == [0, 1, 1, 1]
+    provenance = BlockProvenance(SCOPE, first_approximate=SIZE)
+    assert provenance.depths(4, SIZE).tolist() == [0, 1, 1, 1]
     hits = np.array([False, False, True, False, True])
-    assert offer.depths(4, SIZE, hits).tolist() == [0, 1, 0, 1]
+    assert provenance.depths(4, SIZE, hits).tolist() == [0, 1, 0, 1]
     assert BlockProvenance(SCOPE).first_approximate == NEVER
 
 
 def test_chunks_hold_exact_blocks_and_are_cut_once():
-    offer = BlockProvenance(SCOPE, source=7)
+    provenance = BlockProvenance(SCOPE, source=7)
     is_exact = np.array([True, True, True, False, True, True])
-    found = list(offer.chunks(TOKENS[: 6 * SIZE], is_exact, "a", 1000, 4))
+    found = list(provenance.chunks(TOKENS[: 6 * SIZE], is_exact, "a", 1000, 4))
     chains = chain_hashes(TOKENS[: 6 * SIZE], SIZE, SCOPE)
     assert [where for _, where in found] == [slice(0, 3), slice(4, 6)]
     for chunk, where in found:
@@ -179,8 +182,8 @@ def test_chunks_hold_exact_blocks_and_are_cut_once():
         )
         assert chunk.chains == tuple(chains[where])
         assert chunk.tokens.tolist() == TOKENS[where.start * SIZE : where.stop * SIZE].tolist()
-    assert list(offer.chunks(TOKENS[: 6 * SIZE], is_exact, "a", 1000, 4)) == []
-    [(rest, where)] = offer.chunks(TOKENS, np.array([*is_exact, True, True]), "a", 1000, 4)
+    assert list(provenance.chunks(TOKENS[: 6 * SIZE], is_exact, "a", 1000, 4)) == []
+    [(rest, where)] = provenance.chunks(TOKENS, np.array([*is_exact, True, True]), "a", 1000, 4)
     assert (where, rest.source_start) == (slice(6, 8), 6 * SIZE)
 
 

@@ -87,7 +87,7 @@ def test_admission_works_on_segments_not_on_blocks(model_dirs: dict[str, Path]):
             engine.memory.admit(sequence, idle=True)
         finally:
             sys.setprofile(None)
-        assert len(sequence.offer.steps) >= DOCUMENTS
+        assert len(sequence.provenance.steps) >= DOCUMENTS
         return calls["call"]
 
     short, long = 128, 480

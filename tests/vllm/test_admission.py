@@ -25,7 +25,7 @@ from desks import (
 )
 from kvgraft.core.provenance import BlockProvenance
 from kvgraft.policies import parse_policy
-from kvgraft.vllm.connector.admission import make_admission, offer_blocks
+from kvgraft.vllm.connector.admission import make_admission, register_blocks
 from kvgraft.vllm.connector.prefix_lookup import HashMasking
 from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.options import RequestOptions
@@ -86,23 +86,23 @@ class SharedDesk(Desk):
             state.plan = reuse.plan
         if reuse.steps:
             self.masking.mask(state, reuse.steps[0][0])
-            state.offer.mark_approximate(reuse.steps, reuse.spans)
+            state.provenance.mark_approximate(reuse.steps, reuse.spans)
         self.tables[state.id] = [*state.prefix, *pool.allocate(num_new)]
         return opened_of(question, state, reuse, self.tables[state.id])
 
-    def offer(self, opened: Opened) -> None:
+    def register(self, opened: Opened) -> None:
         request, num_tokens = opened.state.request, len(opened.question.tokens)
         blocks = [self.blocks.blocks[page] for page in opened.table]
         num_hits, num_full = len(opened.hits), num_tokens // SIZE
         if num_full > num_hits:
             self.blocks.cache_full_blocks(request, blocks, num_hits, num_full, SIZE, 0)
-        offer_blocks(self.admission, opened.state, opened.table, num_tokens)
+        register_blocks(self.admission, opened.state, opened.table, num_tokens)
 
     def unpin(self, opened: Opened) -> None:
         self.admission.pool.release(opened.sources)
 
     def release(self, opened: Opened) -> None:
-        stop = opened.state.offer.num_continuable
+        stop = opened.state.provenance.num_continuable
         self.admission.leave(opened.state, opened.table[:stop], self.depths(opened, stop))
         self.masking.release(opened.state)
         self.admission.pool.release(opened.table)

@@ -289,7 +289,7 @@ def test_a_preempted_request_that_is_aborted_leaves_what_it_can(host: Host):
     name = host.add(Ask(OPENING + DOCUMENT, NAIVE, max_tokens=200))
     host.step_until(lambda: name in host.outputs)
     host.ask(Ask(words(40, 3), NAIVE, max_tokens=1))
-    assert host.state(name).offer.num_continuable
+    assert host.state(name).provenance.num_continuable
     host.preempt(name, meanwhile=lambda: None)
     host.abort(name)
     host.settle()

@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 from kvgraft.core.keys import scope_digest
 from kvgraft.core.provenance import BlockProvenance
 from kvgraft.policies import parse_policy
-from kvgraft.vllm.connector.admission import make_admission, offer_blocks
+from kvgraft.vllm.connector.admission import make_admission, register_blocks
 from kvgraft.vllm.connector.prefix_lookup import HashMasking
 from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.options import RequestOptions
@@ -113,8 +113,8 @@ class Desk:
         state.plan = candidate.plan
         if candidate.steps:
             self.masking.mask(state, candidate.steps[0][0])
-            state.offer.mark_approximate(candidate.steps)
-            self.counts[f"depth {state.offer.depth}"] += 1
+            state.provenance.mark_approximate(candidate.steps)
+            self.counts[f"depth {state.provenance.depth}"] += 1
 
     def _compute(self, state: RequestState) -> None:
         """vLLM gives it blocks, and names those that are full."""
@@ -125,7 +125,7 @@ class Desk:
         table = self.tables[state.id] = [*state.prefix, *new]
         blocks = [self.blocks.blocks[page] for page in table]
         self.blocks.cache_full_blocks(request, blocks, len(state.prefix), num_full, BLOCK, 0)
-        depths = state.offer.depths(num_blocks, BLOCK)
+        depths = state.provenance.depths(num_blocks, BLOCK)
         for page in new:
             self.owner[page] = state.namespace
         self.approximate.difference_update(new)
@@ -133,9 +133,9 @@ class Desk:
 
     def _leave(self, state: RequestState) -> None:
         table, num_tokens = self.tables[state.id], state.request.num_tokens
-        offer_blocks(self.known, state, table, num_tokens)
-        if stop := min(state.offer.num_continuable, len(table)):
-            self.known.leave(state, table[:stop], state.offer.depths(stop, BLOCK))
+        register_blocks(self.known, state, table, num_tokens)
+        if stop := min(state.provenance.num_continuable, len(table)):
+            self.known.leave(state, table[:stop], state.provenance.depths(stop, BLOCK))
         self.masking.release(state)
         self.known.pool.release(table)
 

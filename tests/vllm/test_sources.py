@@ -135,7 +135,7 @@ def test_what_precedes_a_graft_is_a_source(host: Host, plain: HostProcess):
     assert [moved.tokens] == plain.tokens(words(9, 3) + opening)
 
 
-def test_reuse_off_offers_its_text_to_others(host: Host):
+def test_others_find_the_text_of_a_request_with_reuse_off(host: Host):
     [answer] = host.ask(Ask(DOCUMENT, OFF, max_tokens=50))
     assert answer.report["registered_blocks"] == 349 // BLOCK
     assert host.ask(Ask(words(3, 2) + DOCUMENT, NAIVE))[0].grafted == 299
@@ -150,7 +150,7 @@ def test_evicted_text_is_no_source(host: Host, plain: HostProcess):
     assert [answer.tokens] == plain.tokens(prompt)
 
 
-def test_a_preempted_request_offers_its_text_again(host: Host):
+def test_others_find_the_text_of_a_preempted_request_again(host: Host):
     """It lies elsewhere when the request comes back."""
     text = words(900, 1)
     name = host.add(Ask(text, OFF, max_tokens=60))

@@ -153,7 +153,7 @@ def test_what_is_stored_says_whose_it_is():
     salt = Salts().of(Tenant.of("key"), "wiki")
     request = SimpleNamespace(cache_salt=salt, all_token_ids=list(range(32)))
     state = RequestState(request, Control("list"), BlockProvenance(scope_digest("model", salt)))
-    state.offer.num_registered = 2
+    state.provenance.num_registered = 2
     index = SimpleNamespace(cuts=(None, []))
     pool = SimpleNamespace(block_size=16, acquire=lambda pages: None)
     known = SimpleNamespace(index=index, pool=pool)

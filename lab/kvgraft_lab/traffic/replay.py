@@ -102,7 +102,7 @@ class Replay:
         sequence.tokens += answer.tolist()
         # the model never reads the last token of an answer
         sequence.num_computed = len(tokens) + max(len(answer) - 1, 0)
-        self._memory.offer(sequence, ended=True)
+        self._memory.register(sequence, ended=True)
         self._memory.release(sequence)
         return origins
 
@@ -135,7 +135,7 @@ def _origins(sequence: SequenceState) -> np.ndarray:
         sequence.continued,
     )
     origins = np.where(plan.prefix.numpy(), Origin.PREFIX, Origin.NEW).astype(np.int16)
-    steps, held = sequence.offer.steps, range(0)
+    steps, held = sequence.provenance.steps, range(0)
     if continued is not None:
         held = range(continued.first_block * size, continued.stop_block * size)
         origins[held.start : held.stop] = Origin.CONTINUED

@@ -8,7 +8,7 @@ ask it in this order:
 3. `decide`: match known text, choose what is worth a graft, and make the plan.
 4. `mark`: note what makes the prompt's KV approximate.
 5. `learn`: update the cost model with the work of the recovery.
-6. `offer`: let other prompts find the computed blocks.
+6. `register`: let other prompts find the computed blocks.
 7. `leave`: note which blocks of an ending request only continuations want.
 
 The hosts look up exact prefixes, allocate pages, pin the sources and run the policy.
@@ -40,11 +40,11 @@ class PromptState(Protocol):
     """A prompt as its host keeps it.
 
     Attributes:
-        offer: provenance of the blocks that it leaves for others.
+        provenance: origin of the KV in the blocks that it leaves for others.
         continued: approximate blocks of an earlier prompt that it continues from, if any.
     """
 
-    offer: BlockProvenance
+    provenance: BlockProvenance
     continued: Continued[Any] | None
 
     @property
@@ -193,7 +193,7 @@ class Admission(Generic[PoolT]):
         if not self.continuation or prompt.recovery_key is None or prompt.refusal is not None:
             return None
         # The last token is always computed, so its block is never shared.
-        chains = prompt.offer.chains(prompt.input_ids[:-1], self.pool.block_size)
+        chains = prompt.provenance.chains(prompt.input_ids[:-1], self.pool.block_size)
         weight = 0.0 if self.cost_model is None else self.cost_model.exactness_weight
         return self.approximate.find(prompt.recovery_key, chains, num_exact, weight)
 
@@ -245,12 +245,12 @@ class Admission(Generic[PoolT]):
 
     def mark(self, prompt: PromptState, reuse: Reuse | None = None) -> None:
         """Note what makes a prompt's KV approximate: blocks that it continues from, and grafts."""
-        prompt.offer.reset()
+        prompt.provenance.reset()
         if prompt.continued is not None:
             steps = prompt.continued.steps(self.pool.block_size)
-            prompt.offer.mark_approximate(steps)
+            prompt.provenance.mark_approximate(steps)
         if reuse is not None:
-            prompt.offer.mark_approximate(reuse.steps, reuse.spans)
+            prompt.provenance.mark_approximate(reuse.steps, reuse.spans)
 
     def learn(self, prompt: PromptState, num_computed: float) -> None:
         """Update the cost model after a pass that computed `num_computed` tokens in all layers."""
@@ -261,7 +261,7 @@ class Admission(Generic[PoolT]):
         num_recovered = num_computed - num_new
         self.cost_model.learn(prompt.policy_name, num_recovered, int(plan.grafted.sum()), num_new)
 
-    def offer(
+    def register(
         self,
         prompt: PromptState,
         pages: np.ndarray,
@@ -279,15 +279,16 @@ class Admission(Generic[PoolT]):
             pages: int64 [n].
             depths: int16 [n], see `BlockProvenance.depths`.
             keys: keys of the blocks in the host's cache, from the first approximate one on.
-            unlimited: see `ReuseIndex.offer`.
+            unlimited: see `ReuseIndex.register`.
         """
-        offer, tokens = prompt.offer, prompt.input_ids[: len(pages) * self.pool.block_size]
-        self.index.offer(offer, tokens, pages, depths, unlimited=unlimited)
+        provenance = prompt.provenance
+        tokens = prompt.input_ids[: len(pages) * self.pool.block_size]
+        self.index.register(provenance, tokens, pages, depths, unlimited=unlimited)
         first = int(np.argmax(depths > 0)) if (depths > 0).any() else len(pages)
         if (
             not self.continuation
             or prompt.recovery_key is None
-            or max(first, offer.num_continuable) >= len(pages)
+            or max(first, provenance.num_continuable) >= len(pages)
         ):
             return
 
@@ -299,13 +300,13 @@ class Admission(Generic[PoolT]):
 
         num_added = self.approximate.add(
             prompt.recovery_key,
-            offer.chains(tokens, self.pool.block_size),
+            provenance.chains(tokens, self.pool.block_size),
             first,
             keys,
             depths[first:].tolist(),
             is_grafted[first:].tolist(),
         )
-        offer.num_continuable = first + num_added
+        provenance.num_continuable = first + num_added
 
     def leave(self, prompt: PromptState, pages: Sequence[int], depths: np.ndarray) -> None:
         """Note, before a request releases these first blocks, which of them only prompts that

@@ -125,7 +125,7 @@ def register_restored(
     for run in consecutive(starts, index.pool.block_size):
         tokens = np.concatenate([blocks[at].tokens for at in order[run]])
         (scope, source), start = starts[run.start]
-        found = index.register(tokens, [pages[at] for at in order[run]], source, start, scope)
+        found = index.register_exact(tokens, [pages[at] for at in order[run]], source, start, scope)
         for at, known in zip(order[run], found, strict=True):
             registered[at] = known
 

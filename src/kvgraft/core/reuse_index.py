@@ -117,9 +117,9 @@ class ReuseIndex:
         lost, self.segments.blocks.num_lost = self.segments.blocks.num_lost, 0
         return lost
 
-    def offer(
+    def register(
         self,
-        offer: BlockProvenance,
+        provenance: BlockProvenance,
         tokens: np.ndarray,
         pages: np.ndarray,
         depths: np.ndarray,
@@ -136,7 +136,7 @@ class ReuseIndex:
             unlimited: register blocks even if enough others hold the content, since pinned pages
                 outlive those.
         """
-        first, stop, size = offer.num_registered, len(pages), self.pool.block_size
+        first, stop, size = provenance.num_registered, len(pages), self.pool.block_size
         if first >= stop:
             return
 
@@ -147,26 +147,26 @@ class ReuseIndex:
             tokens[first * size :],
             new,
             versions,
-            source=offer.source,
+            source=provenance.source,
             source_start=first * size,
-            scope=offer.scope,
+            scope=provenance.scope,
             usable=usable,
             depth=depths,
-            after=offer.last_entry,
+            after=provenance.last_entry,
             unlimited=unlimited,
             is_whole=self.is_whole,
         )
         usable &= ids >= 0
-        offer.approximate_pages.update(new[usable & (depths > 0)].tolist())
-        offer.last_entry = int(ids[-1])
-        offer.num_entries += int(usable.sum())
-        self.readings.note(offer.source, offer.spans, new, versions, first, size)
+        provenance.approximate_pages.update(new[usable & (depths > 0)].tolist())
+        provenance.last_entry = int(ids[-1])
+        provenance.num_entries += int(usable.sum())
+        self.readings.note(provenance.source, provenance.spans, new, versions, first, size)
         if self.readings.is_full:
             entries = self.segments.blocks.entries
             self.readings.keep(entries.source[entries.held()])
-        offer.num_registered = stop
+        provenance.num_registered = stop
 
-    def register(
+    def register_exact(
         self, tokens: np.ndarray, pages: Sequence[int], source: int, source_start: int, scope: bytes
     ) -> list[bool]:
         """Register exact blocks from elsewhere as graft sources: consecutive blocks of one source,

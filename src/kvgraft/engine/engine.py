@@ -348,12 +348,10 @@ class Engine:
             raise RequestError(f"request {index}: {error}") from error
 
         text = IncrementalText(self.tokenizer, request.sampling.stop)
-        offer, sampler = (
-            BlockProvenance(self.scope_of(request.namespace)),
-            Sampler(request.sampling),
-        )
+        provenance = BlockProvenance(self.scope_of(request.namespace))
+        sampler = Sampler(request.sampling)
         sequence = SequenceState(
-            index, request, policy, tokenised.token_ids, offer, sampler, text, flow
+            index, request, policy, tokenised.token_ids, provenance, sampler, text, flow
         )
         sequence.matches_similar, sequence.shared = similar, shared
         if request.policy is None and self.profile is not None:

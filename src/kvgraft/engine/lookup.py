@@ -69,7 +69,7 @@ class CacheLookup:
         plan = Plan.for_prompt(sequence.num_prompt, size, hits)
         return replace(reuse, plan=plan, hits=hits, copied=copied)
 
-    def offer(self, sequence: SequenceState) -> None:
+    def register(self, sequence: SequenceState) -> None:
         """Register the full blocks that the sequence has computed since the last call, so that
         others find them.
 
@@ -78,13 +78,13 @@ class CacheLookup:
         continue from them, and they are virtual blocks up to the depth that the configuration
         allows. Nothing is registered of a prompt whose documents were kept in part.
         """
-        size, first = self.pool.block_size, sequence.offer.num_registered
+        size, first = self.pool.block_size, sequence.provenance.num_registered
         stop = sequence.num_computed // size
         if not sequence.request.remember or sequence.documents or stop <= first:
             return
 
         pages = sequence.pages.pages
-        chain = sequence.offer.chains(sequence.first_tokens(stop * size), size)
+        chain = sequence.provenance.chains(sequence.first_tokens(stop * size), size)
         depths = sequence.depths(stop)
         exact = first + np.flatnonzero(depths[first:stop] == 0)
         for block in exact.tolist():
@@ -94,7 +94,7 @@ class CacheLookup:
         self.local_pages.record(found, pages[1:, exact])
         self.local_pages.record(pages[0, first:stop], pages[1:, first:stop])
         keys = self._publish_approximate(sequence, chain, depths)
-        self.admission.offer(sequence, pages[0, :stop], depths, keys)
+        self.admission.register(sequence, pages[0, :stop], depths, keys)
 
     def source_slots(self, plan: Plan) -> Tensor:
         """Current slots of the grafted tokens of a plan in every list: int64 [lists, g], -1 where a
@@ -134,7 +134,7 @@ class CacheLookup:
         """
         if not sequence.shares_prefix:
             return {}
-        chains = sequence.offer.chains(sequence.prompt[:-1], self.pool.block_size)
+        chains = sequence.provenance.chains(sequence.prompt[:-1], self.pool.block_size)
         return {
             block: page
             for block, page in enumerate(self.pool.lookup_all(chains))

@@ -79,9 +79,9 @@ class Memory:
         sequence.report.stages["match"] = time.perf_counter() - start
         return True
 
-    def offer(self, sequence: SequenceState, *, ended: bool = False) -> None:
+    def register(self, sequence: SequenceState, *, ended: bool = False) -> None:
         """Let other requests reuse what the sequence has computed, and store it."""
-        self.lookup.offer(sequence)
+        self.lookup.register(sequence)
         if self.store is not None:
             self.store.keep(sequence, ended=ended)
 
@@ -154,12 +154,12 @@ class Memory:
         self.unpin_sources(sequence)
         if sequence.lists is not None:
             if sequence.continuation_keys:
-                stop = sequence.offer.num_registered
+                stop = sequence.provenance.num_registered
                 pages = sequence.lists.pages[0, :stop].tolist()
                 self.admission.leave(sequence, pages, sequence.depths(stop))
             self.pool.release(sequence.lists.held)
         sequence.lists, sequence.num_computed, sequence.num_indexed = None, 0, 0
-        sequence.offer.restart()
+        sequence.provenance.restart()
 
     def abandon(self, sequence: SequenceState) -> None:
         """Release a sequence whose recovery failed half way. Pages that it rewrote in place can no
@@ -241,7 +241,7 @@ class Memory:
 
         sequence.continuation_keys[:] = sequence.continued.keys if sequence.continued else ()
         self.admission.mark(sequence, reuse)
-        sequence.offer.mark_approximate((span.start, 1) for span in sequence.documents)
+        sequence.provenance.mark_approximate((span.start, 1) for span in sequence.documents)
         sequence.report.kv_bytes = len(lists.held) * self.cache.page_bytes
         sequence.reason = reuse.reason
         sequence.set_plan(reuse.plan)

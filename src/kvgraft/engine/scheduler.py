@@ -219,7 +219,7 @@ class Scheduler:
         )
         for sequence, token in zip(sequences, best, strict=True):
             self._accept(sequence, logits[sequence], token)
-            self.memory.offer(sequence)
+            self.memory.register(sequence)
             self.memory.settle(sequence)
 
     def _keep_documents(self, policy: Policy, sequence: SequenceState) -> None:
@@ -286,7 +286,7 @@ class Scheduler:
                 ctx, hidden = self._run(policy.recompute, [sequence], [part])
                 self._report(ctx, hidden, [sequence])
             sequence.num_computed = part.num_tokens
-            self.memory.offer(sequence)
+            self.memory.register(sequence)
         return self.decoder.logits(ctx.last_hidden(hidden))[0]
 
     def _recover(self, recover: Recover, sequences: list[SequenceState]) -> Tensor:
@@ -358,7 +358,7 @@ class Scheduler:
 
     def _retire(self) -> None:
         for sequence in [sequence for sequence in self.running if sequence.done]:
-            self.memory.offer(sequence, ended=True)
+            self.memory.register(sequence, ended=True)
             self.memory.release(sequence)
             self.running.remove(sequence)
 

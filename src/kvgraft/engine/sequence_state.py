@@ -29,7 +29,7 @@ class SequenceState:
     Attributes:
         prompt: its token ids, int64 [num_prompt].
         tokens: prompt and generated token ids.
-        offer: provenance of the blocks that it leaves for others.
+        provenance: origin of the KV in the blocks that it leaves for others.
         lists: its pages. All are reserved at admission, so that a running request never waits for
             memory.
         flow: how its decode steps attend; None is dense.
@@ -56,7 +56,7 @@ class SequenceState:
     request: Request
     policy: Policy
     prompt: np.ndarray
-    offer: BlockProvenance
+    provenance: BlockProvenance
     sampler: Sampler
     text: IncrementalText
     flow: Flow | None = None
@@ -91,7 +91,7 @@ class SequenceState:
     def scope(self) -> bytes:
         """Digest of model and namespace. It isolates what the sequence leaves and, apart from
         `shared`, what it may reuse."""
-        return self.offer.scope
+        return self.provenance.scope
 
     @property
     def scopes(self) -> tuple[bytes, ...]:
@@ -152,7 +152,7 @@ class SequenceState:
         hits = self.admitted_plan.prefix[::size].numpy().copy()
         if self.continued is not None:
             hits[self.continued.first_block : self.continued.stop_block] = False
-        return self.offer.depths(count, size, hits)
+        return self.provenance.depths(count, size, hits)
 
     def set_plan(self, plan: Plan) -> None:
         """Set the plan, and report what it means for the prompt."""
@@ -160,7 +160,7 @@ class SequenceState:
         continued = 0 if self.continued is None else len(self.continued.keys) * plan.block_size
         counts = plan.kinds.bincount(minlength=len(Kind)).tolist()
         report.fresh_tokens, report.grafted_tokens = counts[Kind.FRESH], counts[Kind.GRAFTED]
-        report.continued_tokens, report.depth = continued, self.offer.depth
+        report.continued_tokens, report.depth = continued, self.provenance.depth
         report.prefix_tokens = (
             plan.num_tokens - report.fresh_tokens - report.grafted_tokens - continued
         )

@@ -110,8 +110,8 @@ class SparseDecode:
             flow = sequence.flow
             if flow is not None and self.program(flow).reaches(sequence.num_computed + 1):
                 numbers.setdefault(flow, []).append(number)
-                sequence.offer.first_approximate = min(
-                    sequence.offer.first_approximate, sequence.num_computed
+                sequence.provenance.first_approximate = min(
+                    sequence.provenance.first_approximate, sequence.num_computed
                 )
 
         for flow in numbers.keys() - self._indexers.keys():

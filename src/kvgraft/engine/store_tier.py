@@ -51,13 +51,16 @@ class StoreTier:
     def keep(self, sequence: SequenceState, *, ended: bool) -> None:
         """Store the exact blocks that the sequence has registered, chunk by chunk. A last partial
         chunk is stored when it has ended."""
-        size, length, offer = self.pool.block_size, self.store.chunk_blocks, sequence.offer
-        stop = offer.num_registered if ended else offer.num_registered // length * length
-        if stop <= offer.num_stored:
+        provenance = sequence.provenance
+        size, length = self.pool.block_size, self.store.chunk_blocks
+        stop = provenance.num_registered if ended else provenance.num_registered // length * length
+        if stop <= provenance.num_stored:
             return
         tokens = sequence.first_tokens(stop * size)
         is_exact, namespace = sequence.depths(stop) == 0, sequence.request.namespace
-        for chunk, blocks in offer.chunks(tokens, is_exact, namespace, self._first_source, length):
+        for chunk, blocks in provenance.chunks(
+            tokens, is_exact, namespace, self._first_source, length
+        ):
             if not self.store.touch(chunk.key):
                 slots = sequence.pages.slots[0, blocks.start * size : blocks.stop * size]
                 self.store.put(chunk, self._read(slots))
@@ -96,7 +99,7 @@ class StoreTier:
         from, longest run first."""
         chains = []
         if sequence.shares_prefix:
-            chains = sequence.offer.chains(sequence.prompt[:-1], self.pool.block_size)
+            chains = sequence.provenance.chains(sequence.prompt[:-1], self.pool.block_size)
         _, wanted = wanted_blocks(
             self.store,
             self.index,

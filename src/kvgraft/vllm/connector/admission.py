@@ -56,7 +56,7 @@ def make_admission(
     )
 
 
-def offer_blocks(
+def register_blocks(
     admission: Admission[SharedPool], state: RequestState, blocks: list[int], num_tokens: int
 ) -> None:
     """Register the full blocks of the first `num_tokens` tokens that vLLM has hashed.
@@ -70,14 +70,14 @@ def offer_blocks(
     if state.is_trial or not state.has_known_weights:
         return
 
-    offer, size = state.offer, admission.pool.block_size
-    first, stop = offer.num_registered, min(num_tokens // size, len(blocks))
+    provenance, size = state.provenance, admission.pool.block_size
+    first, stop = provenance.num_registered, min(num_tokens // size, len(blocks))
     stop = first + admission.pool.num_hashed(blocks[first:stop])
     if stop > first:
-        admission.offer(
+        admission.register(
             state,
             np.array(blocks[:stop]),
-            offer.depths(stop, size),
-            state.request.block_hashes[offer.first_approximate // size : stop],
+            provenance.depths(stop, size),
+            state.request.block_hashes[provenance.first_approximate // size : stop],
             unlimited=isinstance(state.options, Control),
         )

@@ -64,7 +64,7 @@ class RefreshControls:
         The refresh runs on the base model, so text of adapters is left out.
         """
         if self._allowance.share and state.adapter is None:
-            self._refresh.note(state.offer.scope, state.namespace, pages)
+            self._refresh.note(state.provenance.scope, state.namespace, pages)
 
     def forget(self) -> None:
         """Forget the unfinished text, because it may come from old weights."""

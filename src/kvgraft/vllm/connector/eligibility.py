@@ -212,8 +212,8 @@ class RequestIntake:
 
         # A flow makes the KV of generated tokens approximate.
         if follows:
-            state.offer.num_exact = request.num_prompt_tokens
-            state.offer.reset()
+            state.provenance.num_exact = request.num_prompt_tokens
+            state.provenance.reset()
             hide_answer(request, self._block_size)
 
         return state

@@ -87,7 +87,7 @@ class HashMasking:
 
     def first_block(self, state: RequestState) -> int:
         """Return the number of the first masked block of a request."""
-        return state.offer.first_approximate // self._block_size
+        return state.provenance.first_approximate // self._block_size
 
     def mask(self, state: RequestState, first_token: int) -> None:
         """Mask the block that holds `first_token` and all blocks behind it.
@@ -99,7 +99,7 @@ class HashMasking:
         self._pool.forget_hashes(hashes[max(first, self.first_block(state)) :])
         hidden, before = state.hashes or (len(hashes), [])
         state.hashes = (min(first, hidden), [*hashes[first:hidden], *before])
-        state.offer.num_continuable = min(state.offer.num_continuable, first)
+        state.provenance.num_continuable = min(state.provenance.num_continuable, first)
         self._rename(hashes, first)
 
     def mask_again(self, state: RequestState) -> None:
@@ -126,7 +126,7 @@ class HashMasking:
             state.request.block_hashes.extend(hashes)
             state.request.update_block_hashes()
         state.hashes = state.continued = None
-        state.offer.reset()
+        state.provenance.reset()
 
     def unmask(self, state: RequestState) -> None:
         """Unmask a request that is computed in full after all.
@@ -146,13 +146,13 @@ class HashMasking:
         vLLM would otherwise treat them as most recently used and evict other blocks first. Blocks
         stay that others can graft from, can continue with, or hold.
         """
-        first = max(self.first_block(state), state.offer.num_continuable)
+        first = max(self.first_block(state), state.provenance.num_continuable)
         if state.continued is not None:
             first = max(first, state.continued.stop_block)
         hidden = state.request.block_hashes[first:]
         if hidden:
             own = self._pool.groups.pages_of(self._manager.get_block_ids(state.id))
-            self._pool.forget_hashes(hidden, own, state.offer.approximate_pages)
+            self._pool.forget_hashes(hidden, own, state.provenance.approximate_pages)
 
     def _rename(self, hashes: list[Any], first: int) -> None:
         """Give the blocks from number `first` on hashes made from a random nonce."""
@@ -179,7 +179,7 @@ class ShadowMode:
     def note(self, state: RequestState, reuse: Reuse) -> None:
         """Report what the plan would have grafted, and remember the plan if a trial may follow."""
         if (state.request.kv_transfer_params or {}).get(NOTE_PLAN):
-            self._found[state.id] = Found(state.offer.scope, reuse)
+            self._found[state.id] = Found(state.provenance.scope, reuse)
             if len(self._found) > REMEMBERED:
                 self._found.popitem(last=False)
         state.report.shadow_graftable_tokens = int(
@@ -194,7 +194,7 @@ class ShadowMode:
         """
         found = self._found.get(str(state.request.kv_transfer_params[TRIAL_OF]))
         state.is_counted, state.recovery_key = True, None
-        if found is not None and found.scope == state.offer.scope:
+        if found is not None and found.scope == state.provenance.scope:
             state.candidate = found.reuse
             self._masking.mask(state, found.reuse.num_known)
 
@@ -246,7 +246,7 @@ class PromptTruncation:
         # vLLM computes only the last of these tokens, so any others would do.
         set_prompt(state.request, tokens[-num_kept:])
         self._masking.mask(state, 0)
-        state.offer.mark_approximate([(0, 1)])
+        state.provenance.mark_approximate([(0, 1)])
 
     def settle(self, state: RequestState, kept: np.ndarray) -> None:
         """Fit the prompt to the tokens that a recovery has kept, and free the blocks behind it.
@@ -276,7 +276,7 @@ class PromptTruncation:
         if state.kept is not None:
             self._restored[state.id] = list(state.whole)
         state.whole, state.documents, state.hashes, state.kept = (), (), None, None
-        state.offer.reset()
+        state.provenance.reset()
         state.refusal = reason
 
     def take_restored(self) -> dict[str, list[int]]:

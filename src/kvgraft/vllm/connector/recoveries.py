@@ -107,12 +107,12 @@ class Recoveries:
         self._rewritten.update(reuse.in_place)
         if reuse.steps:
             self._masking.mask(state, reuse.steps[0][0])
-            state.offer.mark_approximate(reuse.steps, reuse.spans)
+            state.provenance.mark_approximate(reuse.steps, reuse.spans)
 
         tables = pool.groups.tables(block_ids, state.reserved)
         pages = np.array([pool.by_group(page) for page in sources], np.int64)
         pages = pages.reshape(-1, len(tables))
-        rest = state.documents, state.offer.scope, state.adapter, state.kept
+        rest = state.documents, state.provenance.scope, state.adapter, state.kept
         self._jobs.append(
             Job(state.id, options.policy, reuse.plan, state.input_ids, tables, pages, *rest)
         )

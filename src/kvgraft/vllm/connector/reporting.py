@@ -8,7 +8,7 @@ from kvgraft.core.admission import Admission, Reuse
 from kvgraft.core.costs import TOKENS
 from kvgraft.core.report import KINDS, Outcome
 from kvgraft.vllm.compat.reports import may_stop_early, send_ahead, stop_sending
-from kvgraft.vllm.connector.admission import offer_blocks
+from kvgraft.vllm.connector.admission import register_blocks
 from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.options import RequestOptions
 from kvgraft.vllm.pool import SharedPool
@@ -65,7 +65,7 @@ class Reporting:
             report.fresh_tokens,
         ) = (sum(stop - start for start, stop, kind in spans if kind == wanted) for wanted in KINDS)
         report.spans = [list(span) for span in spans[:MAX_SPANS]]
-        report.depth = state.offer.depth
+        report.depth = state.provenance.depth
         report.conclude(state.reason)
 
         if reuse is None:
@@ -251,8 +251,8 @@ class StopStringReports:
                 continue
             if not state.whole:
                 blocks = blocks_of(state)
-                offer_blocks(self._admission, state, blocks, request.num_prompt_tokens)
-            state.report.registered_blocks = state.offer.num_entries
+                register_blocks(self._admission, state, blocks, request.num_prompt_tokens)
+            state.report.registered_blocks = state.provenance.num_entries
             send_ahead(request, state.report.as_params())
 
     def end_of_step(self) -> None:

@@ -28,7 +28,7 @@ class RequestState:
     Attributes:
         request: vLLM's own request object.
         options: what the request asked for. A `Control` is an operation on the pinned documents.
-        offer: provenance of the blocks that the request leaves behind for others.
+        provenance: origin of the KV in the blocks that the request leaves for others.
         adapter: LoRA adapter of the request, or None. Without a digest its KV matches no other.
         refusal: reason why the request must not graft, or None.
         shared: scopes of the shared namespaces that it may graft from, besides its own.
@@ -53,7 +53,7 @@ class RequestState:
 
     request: Any
     options: RequestOptions | Control
-    offer: BlockProvenance
+    provenance: BlockProvenance
     adapter: Adapter | None = None
     refusal: str | None = None
     shared: tuple[bytes, ...] = ()
@@ -103,7 +103,7 @@ class RequestState:
     @property
     def scopes(self) -> tuple[bytes, ...]:
         """Scopes that it may read, its own first."""
-        return (self.offer.scope, *self.shared)
+        return (self.provenance.scope, *self.shared)
 
     @property
     def policy_name(self) -> str:

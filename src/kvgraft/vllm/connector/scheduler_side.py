@@ -27,7 +27,7 @@ from kvgraft.engine.text import anchor_ids
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.vllm.compat import before_prefix_lookup, on_cache_reset
 from kvgraft.vllm.compat.events import ExactEvents
-from kvgraft.vllm.connector.admission import make_admission, offer_blocks
+from kvgraft.vllm.connector.admission import make_admission, register_blocks
 from kvgraft.vllm.connector.controls import Controls
 from kvgraft.vllm.connector.eligibility import RequestIntake
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
@@ -60,8 +60,8 @@ class SchedulerSide:
         self.intake = RequestIntake(config, self.settings)
         self._requests: dict[str, RequestState] = {}
 
-        # True after `_offer_running` has run in this scheduling step
-        self._offered = False
+        # True after `_register_running` has run in this scheduling step
+        self._has_registered = False
 
     def bind(self, kv_cache_manager: Any) -> None:
         """Create what needs vLLM's KV cache manager. vLLM calls this once, before any request."""
@@ -120,14 +120,14 @@ class SchedulerSide:
             self.stored.forget()
             self.intake.change_model()
             for state in self._requests.values():
-                state.offer.num_stored = NEVER
+                state.provenance.num_stored = NEVER
 
         return True
 
     def _before_lookup(self, request: Any) -> None:
         """Prepare a request's block hashes just before vLLM looks up its prefix."""
         if (state := self._requests.get(request.request_id)) is not None:
-            self._offer_running()
+            self._register_running()
             self._masking.inject_approximate_prefix(state)
 
     def _first_hidden(self, request: Any) -> int:
@@ -145,7 +145,7 @@ class SchedulerSide:
             if self.settings.mode == SHADOW:
                 state.refusal = SHADOW
             else:
-                self._offer_running()
+                self._register_running()
                 self._shorter_prompts.shorten(state, policy)
 
         if state.is_trial:
@@ -167,7 +167,7 @@ class SchedulerSide:
         """
         started = time.perf_counter()
         state = self._requests[request.request_id]
-        self._offer_running()
+        self._register_running()
         self._masking.after_lookup(state, num_prefix)
         pool = self.admission.pool
         num_hits = num_prefix // pool.block_size
@@ -215,12 +215,12 @@ class SchedulerSide:
             self.reporting.early.add(state)
 
         state.admitted, state.candidate = True, None
-        state.offer.restart()
+        state.provenance.restart()
 
     def end_of_schedule(self, output: SchedulerOutput) -> Metadata:
         """Return the step's message to the workers; unpin sources of requests not admitted."""
         self._recoveries.release_unused()
-        self._offered = False
+        self._has_registered = False
         self.reporting.early.send(output.num_scheduled_tokens, self._masking.blocks_of)
 
         most = int(self.intake.config.scheduler_config.max_num_batched_tokens)
@@ -281,14 +281,14 @@ class SchedulerSide:
 
         del self._requests[state.id]
         if not state.whole:
-            self._offer(state, blocks, request.num_computed_tokens, ended=True)
+            self._register(state, blocks, request.num_computed_tokens, ended=True)
             self._leave(state, blocks)
 
         self._masking.release(state)
         if isinstance(state.options, Control):
             return self._controls.apply(state, state.options, blocks)
 
-        state.report.registered_blocks = state.offer.num_entries
+        state.report.registered_blocks = state.provenance.num_entries
         return state.report.as_params()
 
     def take_stats(self) -> Stats | None:
@@ -356,31 +356,31 @@ class SchedulerSide:
             other.recovering or other.request.status == RUNNING for other in self._requests.values()
         )
 
-    def _offer_running(self) -> None:
+    def _register_running(self) -> None:
         """Register what running requests have computed of their prompts, once per step."""
-        if self._offered:
+        if self._has_registered:
             return
-        self._offered = True
+        self._has_registered = True
         for state in self._requests.values():
             if state.admitted and not (state.recovering or state.finished or state.whole):
                 num_tokens = min(state.request.num_computed_tokens, state.request.num_prompt_tokens)
-                if num_tokens // self.admission.pool.block_size > state.offer.num_registered:
-                    self._offer(state, self._masking.blocks_of(state), num_tokens)
+                if num_tokens // self.admission.pool.block_size > state.provenance.num_registered:
+                    self._register(state, self._masking.blocks_of(state), num_tokens)
 
-    def _offer(
+    def _register(
         self, state: RequestState, blocks: list[int], num_computed: int, *, ended: bool = False
     ) -> None:
         """Register a request's first `num_computed` tokens for reuse and in the store."""
         num_computed = min(num_computed, state.request.num_tokens)
-        offer_blocks(self.admission, state, blocks, num_computed)
+        register_blocks(self.admission, state, blocks, num_computed)
         if self.stored is not None and state.has_known_weights:
             self.stored.keep(state, blocks, ended=ended)
 
     def _leave(self, state: RequestState, blocks: list[int]) -> None:
         """Note which blocks of an ending request only its continuations will want."""
         # A request that was preempted and not resumed has fewer blocks than before.
-        if stop := min(state.offer.num_continuable, len(blocks)):
-            depths = state.offer.depths(stop, self.admission.pool.block_size)
+        if stop := min(state.provenance.num_continuable, len(blocks)):
+            depths = state.provenance.depths(stop, self.admission.pool.block_size)
             self.admission.leave(state, blocks[:stop], depths)
 
     def _is_coming(self, state: RequestState, num_prefix: int, num_missing: int) -> bool:

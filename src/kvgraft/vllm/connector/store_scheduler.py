@@ -65,15 +65,15 @@ class StoreScheduler:
         Args:
             ended: True to store also the last blocks, which fill no chunk.
         """
-        size, offer = self.admission.pool.block_size, state.offer
-        stop = min(offer.num_registered, offer.first_approximate // size)
+        size, provenance = self.admission.pool.block_size, state.provenance
+        stop = min(provenance.num_registered, provenance.first_approximate // size)
         stop = stop if ended else stop // CHUNK_BLOCKS * CHUNK_BLOCKS
-        if stop <= offer.num_stored:
+        if stop <= provenance.num_stored:
             return
 
         tokens = np.array(state.request.all_token_ids[: stop * size], np.int64)
-        is_exact = offer.depths(stop, size) == 0
-        for chunk, where in offer.chunks(
+        is_exact = provenance.depths(stop, size) == 0
+        for chunk, where in provenance.chunks(
             tokens, is_exact, state.label, self._first_source, CHUNK_BLOCKS
         ):
             if chunk.key not in self._register and chunk.key not in self._keeping:
@@ -182,7 +182,7 @@ class StoreScheduler:
 
         Exact blocks behind vLLM's prefix come first, then blocks to graft from.
         """
-        chains = state.offer.chains(state.token_ids[:-1], self.admission.pool.block_size)
+        chains = state.provenance.chains(state.token_ids[:-1], self.admission.pool.block_size)
         chains = chains[: len(state.request.block_hashes)]
 
         # Blocks behind an approximate prefix are not exact.
