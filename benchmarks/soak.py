@@ -91,14 +91,15 @@ def main(
     max_growth: Annotated[
         float,
         typer.Option(
-            help="MiB per minute; memory of the API server and of the engine core must not surely "
-            "grow more."
+            help="Greatest growth of the API server and of the engine core, MiB per minute, by two "
+            "standard errors."
         ),
     ] = 0.5,
     max_worker_growth: Annotated[
         float,
         typer.Option(
-            help="The same of the worker, whose allocator keeps what the greatest batches took."
+            help="The same for the worker. Its allocator keeps freed memory, so it grows until the "
+            "largest batches have come."
         ),
     ] = 2.5,
     seed: Annotated[int, typer.Option(help="Of all requests.")] = 0,

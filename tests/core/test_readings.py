@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvgraft import Engine, Request, SamplingParams, Segment
+from kvgraft.core import readings as module
 from kvgraft.core.matches import Match
 from kvgraft.core.plan import Plan
 from kvgraft.core.readings import Readings, spans_of
@@ -87,15 +88,19 @@ def test_lost_pages_are_no_text():
     assert not readings.hits(np.zeros(1, int), np.array([10]), np.full(1, 2), 16)
 
 
-def test_sources_without_kv_are_forgotten():
+def test_sources_without_kv_are_forgotten(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "LEAST_SOURCES", 4)
     readings = Readings()
-    for source in (2, 3, 4):
+    for source in (2, 3):
         readings.add(source, spans_of([match(1)]))
-    noted(readings, 5, [10, 11, 12], match(1))
+    noted(readings, 4, [10, 11, 12], match(1))
+    for source in (5, 6):
+        readings.add(source, spans_of([match(1)]))
     readings.keep(np.array([3]))
     assert labels(readings, match(1), match(2)) == [1, 2]
     assert labels(readings, match(1), match(3)) == [1, 1], "was named"
-    assert labels(readings, match(1), match(5)) == [1, 1], "has a page"
+    assert labels(readings, match(1), match(4)) == [1, 1], "has a page"
+    assert labels(readings, match(1), match(5)) == [1, 1], "may still get pages"
 
 
 def test_a_source_that_was_computed_again_was_read_behind_nothing():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvgraft.fleet.application import required_equal
+from kvgraft.fleet.application import variables_to_compare
 from kvgraft.fleet.environment_check import EnvironmentCheck
 from kvgraft.fleet.options import FleetOptions
 
@@ -37,8 +37,8 @@ def test_what_differs_is_named_and_not_shown(
 
 
 def test_what_a_flag_says_no_variable_says(monkeypatch: pytest.MonkeyPatch):
-    assert required_equal(FleetOptions()) == ["VLLM_API_KEY", "KVGRAFT_ADMIN_KEY"]
-    assert required_equal(FleetOptions(arguments=["--api-key", "k"])) == ["KVGRAFT_ADMIN_KEY"]
+    assert variables_to_compare(FleetOptions()) == ["VLLM_API_KEY", "KVGRAFT_ADMIN_KEY"]
+    assert variables_to_compare(FleetOptions(arguments=["--api-key", "k"])) == ["KVGRAFT_ADMIN_KEY"]
     # where it is not, that is said nowhere else, either
     monkeypatch.setenv("KVGRAFT_CACHE_SECRET", "ab" * 32)
-    assert required_equal(FleetOptions()) == [NAMES[1], NAMES[0], NAMES[2]]
+    assert variables_to_compare(FleetOptions()) == [NAMES[1], NAMES[0], NAMES[2]]

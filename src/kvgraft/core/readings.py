@@ -15,7 +15,8 @@ from kvgraft.core.matches import Match
 
 # a source, positions [start, stop) in it, and where the first of them stands in the reader
 Span = tuple[int, int, int, int]
-# Least number of sources at which those without KV are forgotten.
+# Number of sources from which on those without KV are forgotten. The newest half of this number is
+# kept, since their requests may still register blocks.
 LEAST_SOURCES = 1 << 10
 # Share of a match that must have been read together with another match.
 LEAST_SHARE = 0.5
@@ -107,14 +108,15 @@ class Readings:
 
     @property
     def is_full(self) -> bool:
-        """Return whether it is time to forget sources: there are twice as many as were kept."""
+        """Return whether it is time to forget sources: twice as many as the last time kept."""
         return len(self._behind) > self._limit
 
     def keep(self, sources: np.ndarray) -> None:
-        """Forget all sources but these, int64 [n], and those whose text is in a noted page."""
-        kept = np.union1d(sources, self._held[:, 1])
-        known = np.fromiter(self._behind, np.int64, len(self._behind))
-        for source in known[~np.isin(known, kept)].tolist():
+        """Forget all sources but these, int64 [n], those whose text is in a noted page, and the
+        newest."""
+        known = np.fromiter(self._behind, np.int64, len(self._behind))[: -(LEAST_SOURCES // 2)]
+        kept = np.isin(known, sources) | np.isin(known, self._held[:, 1])
+        for source in known[~kept].tolist():
             del self._behind[source]
         self._limit = max(LEAST_SOURCES, 2 * len(self._behind))
 

@@ -76,7 +76,8 @@ def application(options: FleetOptions) -> Application:
     """
     served = _served(options)
     names = served.served_model_name or [served.model]
-    return assemble(options, Keys.of(served), names, EnvironmentCheck.here(required_equal(options)))
+    check = EnvironmentCheck.here(variables_to_compare(options))
+    return assemble(options, Keys.of(served), names, check)
 
 
 def assemble(
@@ -124,7 +125,7 @@ def assemble(
     return ingress.bind(servers, keys, names, secrets.token_bytes(32))
 
 
-def required_equal(options: FleetOptions) -> list[str]:
+def variables_to_compare(options: FleetOptions) -> list[str]:
     """Return the environment variables that must have the same value on all machines.
 
     A secret that is not set on this machine is not checked, because other machines may have it.
