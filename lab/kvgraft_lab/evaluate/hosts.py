@@ -25,8 +25,10 @@ from kvgraft_lab.evaluate.scoring import (
     ORDER_NOISE,
     ScoredPlaces,
     distances,
+    follows,
     native_distances,
     send,
+    send_forced,
 )
 from kvgraft_lab.evaluate.streaming import stream
 from kvgraft_lab.evaluate.tasks import Ask, Item
@@ -35,6 +37,8 @@ from kvgraft_lab.testbed import MODEL_DIR
 TIMEOUT_S = 600.0
 # number of most likely tokens whose log-probabilities a server returns: vLLM's default limit
 MOST_LIKELY = 20
+# forced answers that are decoded at the same time; the pool holds eight prompts
+FORCED_TOGETHER = 4
 # reasons in a server's report that do not count as fallbacks
 MISSES = ("no_known_text", "too_short", "too_deep", "too_little_known", "off", "policy_full")
 
@@ -156,8 +160,9 @@ class NativeHost:
             asked = {name: _request(name, ask, reused, chat) for name in turns}
             results = {name: send(self.engine, asked[name]) for name in asked}
             truth = results["full"]
+            scored = self._scored(asked, results)
             for name, result in results.items():
-                yield number, name, self._answer(asked[name], result, truth)
+                yield number, name, self._answer(asked[name], result, truth, scored[name])
             if orders:
                 others = [
                     _request("full", other, reused, chat)
@@ -170,9 +175,38 @@ class NativeHost:
                     _mean(noise or [self._answer(asked["full"], truth, truth)]),
                 )
 
-    def _answer(self, request: Request, result: Result, truth: Result) -> Answer:
+    def _scored(
+        self, asked: Mapping[str, Request], results: Mapping[str, Result]
+    ) -> dict[str, Result]:
+        """Return the results by policy, with full's answer forced on those that differ from it.
+
+        Raises:
+            ValueError: see `answers`; or a prompt found other text the second time.
+        """
+        scored, truth = dict(results), results["full"]
+        different = [name for name in results if not follows(results[name], truth)]
+        if not self._distances:
+            return scored
+
+        for start in range(0, len(different), FORCED_TOGETHER):
+            names = different[start : start + FORCED_TOGETHER]
+            forced = send_forced(self.engine, [asked[name] for name in names], truth)
+            scored |= zip(names, forced, strict=True)
+
+        for name in different:
+            if scored[name].report.grafted_tokens != results[name].report.grafted_tokens:
+                raise ValueError(f"{name} grafted other tokens when its answer was scored")
+        return scored
+
+    def _answer(
+        self, request: Request, result: Result, truth: Result, scored: Result | None = None
+    ) -> Answer:
         report = result.report
-        far = native_distances(self.engine, request, result, truth) if self._distances else {}
+        far = (
+            native_distances(self.engine, request, scored or result, truth)
+            if self._distances
+            else {}
+        )
         return Answer(
             result.text, report.ttft_s, report.prompt_tokens, report.prefix_tokens,
             report.grafted_tokens,
@@ -185,7 +219,7 @@ class NativeHost:
 def _request(policy: str, ask: Ask, reused: Collection[str], chat: Chat | None) -> Request:
     parts, sampling = (
         as_parts(ask.segments, reused, chat, ask.begun),
-        SamplingParams(max_tokens=ask.max_tokens),
+        SamplingParams(max_tokens=ask.max_tokens, stop=ask.stop),
     )
     return Request(parts, policy, sampling, remember=False, return_logits=True)
 
@@ -276,15 +310,19 @@ class HttpHost:
             self._send(as_text(read, chat), {"reuse": "exact", "namespace": namespace}, 1)
         options = {"reuse": "exact"} if policy == "full" else {"policy": policy}
         given = {"forced_output": list(answer)} if answer else {}
+        stop = () if answer else ask.stop
         prompt, options = as_text(ask.segments, chat, ask.begun), options | {"namespace": namespace}
         if not answer and isinstance(parse_policy(policy), KeepsDocuments):
             self._send(prompt, options, 1)  # computes its documents alone
-        return self._send(prompt, options | given, len(answer) or ask.max_tokens)
+        return self._send(prompt, options | given, len(answer) or ask.max_tokens, stop)
 
-    def _send(self, prompt: str, options: dict[str, Any], max_tokens: int) -> tuple[Answer, Told]:
+    def _send(
+        self, prompt: str, options: dict[str, Any], max_tokens: int, stop: Sequence[str] = ()
+    ) -> tuple[Answer, Told]:
         body = {
             "model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
-            "ignore_eos": "forced_output" in options, "kv_transfer_params": {"kvgraft": options},
+            "stop": list(stop), "ignore_eos": "forced_output" in options,
+            "kv_transfer_params": {"kvgraft": options},
         }  # fmt: skip
         found = stream(self.client, self.url, body, MOST_LIKELY)
         if not found.report:

@@ -67,6 +67,12 @@ def distances(
     return measure(ours.places[: len(answer)], truth.places[: len(answer)], answer)
 
 
+def follows(ours: Result, truth: Result) -> bool:
+    """Return whether an answer equals that of `full` as far as they are compared."""
+    answer = truth.token_ids[:ANSWER_TOKENS]
+    return ours.token_ids[: len(answer)] == answer
+
+
 def send(engine: Engine, request: Request) -> Result:
     """Return the native engine's answer. Documents of policies that keep a part of them are
     computed first.
@@ -74,11 +80,31 @@ def send(engine: Engine, request: Request) -> Result:
     Raises:
         ValueError: the request cannot be answered; the message says why.
     """
-    engine.read_documents(request)
-    [result] = engine.generate([request])
-    if result.error:
-        raise ValueError(f"the engine cannot answer a prompt: {result.error}")
-    return result
+    return send_all(engine, [request])[0]
+
+
+def send_all(engine: Engine, requests: Sequence[Request]) -> list[Result]:
+    """Return the native engine's answers to requests that run at the same time; see `send`."""
+    for request in requests:
+        engine.read_documents(request)
+    results = engine.generate(requests)
+    for result in results:
+        if result.error:
+            raise ValueError(f"the engine cannot answer a prompt: {result.error}")
+    return results
+
+
+def send_forced(engine: Engine, requests: Sequence[Request], truth: Result) -> list[Result]:
+    """Return the native engine's answers to these requests, each forced to be that of `full`. They
+    are decoded together.
+
+    Raises:
+        ValueError: see `send`.
+    """
+    answer = tuple(truth.token_ids[:ANSWER_TOKENS])
+    sampling = SamplingParams(max_tokens=len(answer), ignore_eos=True)
+    forced = [replace(request, sampling=sampling, forced_output=answer) for request in requests]
+    return send_all(engine, forced)
 
 
 def native_distances(
@@ -90,9 +116,8 @@ def native_distances(
         ValueError: see `send`; or an answer has no logits.
     """
 
-    def give(answer: tuple[int, ...]) -> ScoredPlaces[Tensor]:
-        sampling = SamplingParams(max_tokens=len(answer), ignore_eos=True)
-        return _scored(send(engine, replace(request, sampling=sampling, forced_output=answer)))
+    def give(_: tuple[int, ...]) -> ScoredPlaces[Tensor]:
+        return _scored(send_forced(engine, [request], truth)[0])
 
     return distances(_scored(ours), _scored(truth), give, along)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from textwrap import dedent
 
-from kvgraft_lab.evaluate.tasks.items import QUESTIONS, Ask, Item, Pattern, Shape, Suite
+from kvgraft_lab.evaluate.tasks.items import QUESTIONS, Ask, Item, Metric, Pattern, Shape, Suite
 from kvgraft_lab.evaluate.tasks.texts import (
     CHARACTERS,
     ROOM,
@@ -54,7 +54,7 @@ LEADING = 600
 SHORTEST, LONGEST = 12, 100
 # draws of lines until there are enough questions
 DRAWS = 8
-# length of an answer in tokens
+# greatest length of an answer in tokens; it ends with the line
 ANSWER = 40
 
 _Defined = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -167,9 +167,14 @@ def _ask(task: str, use: Use) -> Ask:
     question = f"Question: How does this function of {use.file} go on?\nAnswer:"
     begun = f"\n```python\n{use.leading}\n"
     if task == "line":
-        return Ask(task, (question,), (use.line,), ANSWER, "edit_similarity", begun=begun)
-    begun += use.line[: use.called]
-    return Ask(task, (question,), (use.line[use.called :],), ANSWER, "line_match", begun=begun)
+        return _ask_line(task, question, use.line, "edit_similarity", begun)
+    called, arguments = use.line[: use.called], use.line[use.called :]
+    return _ask_line(task, question, arguments, "line_match", begun + called)
+
+
+def _ask_line(task: str, question: str, line: str, metric: Metric, begun: str) -> Ask:
+    """Ask for the rest of a line."""
+    return Ask(task, (question,), (line,), ANSWER, metric, begun=begun, stop=("\n",))
 
 
 @lru_cache(maxsize=3)

@@ -33,6 +33,7 @@ class Ask:
         metric: score of the answer.
         crosses: True if the needed facts are in more than one segment.
         begun: beginning of the answer, part of the prompt; the model continues it.
+        stop: the answer ends before any of these strings.
     """
 
     task: str
@@ -42,6 +43,7 @@ class Ask:
     metric: Metric = "contains_all"
     crosses: bool = False
     begun: str = ""
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
