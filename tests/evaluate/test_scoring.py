@@ -12,7 +12,7 @@ import pytest
 from kvgraft import Engine
 from kvgraft.cli import app, run
 from kvgraft.core.prompt import mark
-from kvgraft_lab.evaluate import plots, results, runner, summaries
+from kvgraft_lab.evaluate import hosts, plots, results, runner, summaries
 from kvgraft_lab.evaluate.compare import Case, run_compare
 from kvgraft_lab.evaluate.hosts import NativeHost
 from kvgraft_lab.evaluate.runner import EvalRow, EvalSettings
@@ -169,6 +169,23 @@ def test_an_answer_is_given_where_ours_is_another_and_only_there():
     assert asked == [tuple(range(32))]
     with pytest.raises(ValueError, match=r"the answer \[0, 1, .*\] was given, and \[9\] came back"):
         distances(ScoredPlaces((5,), places[:1]), truth, give, measure)
+
+
+def test_forced_answers_have_the_same_distances_together_and_alone(
+    host: NativeHost, monkeypatch: pytest.MonkeyPatch
+):
+    [item, *_] = find_suites("instruction")[0].items(7, 1, Shape(400, 4, ("alone",)))
+    policies = ("full", "naive", "epic:start_tokens=1", "epic:start_tokens=2", "epic", "sparsex")
+    found = []
+    for number in (1, 4):
+        monkeypatch.setattr(hosts, "FORCED_TOGETHER", number)
+        answers = host.answers(item, policies)
+        found += [{(n, policy): answer.distances for n, policy, answer in answers}]
+    alone, together = found
+    assert sum(far["answer_kl"] > 0.01 for far in alone.values()) > 4
+    assert together.keys() == alone.keys()
+    for key, far in alone.items():
+        assert together[key]["answer_kl"] == pytest.approx(far["answer_kl"], abs=1e-5)
 
 
 def test_order_noise_is_another_evaluation(host: NativeHost, rows: list[EvalRow], tmp_path: Path):

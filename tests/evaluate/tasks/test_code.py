@@ -107,6 +107,7 @@ def test_a_prompt_holds_the_definition_and_never_the_answer(task: str):
             if task == "line":
                 assert not any(ask.answers[0].strip() in segment for segment in segments)
             assert question.startswith("Question: How does this function of ")
+            assert ask.stop == ("\n",)
 
 
 def test_packages_are_in_one_split():
