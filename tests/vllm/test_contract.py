@@ -20,11 +20,12 @@ import pytest
 from engines import HAS_KERNELS
 
 import kvgraft.vllm
-from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE, before_prefix_lookup, on_cache_reset
-from kvgraft.vllm.compat.events import ExactEvents
+from kvgraft.vllm.compat import CONNECTOR, CONNECTOR_MODULE
 from kvgraft.vllm.compat.families import ARCHITECTURES, IN_STEPS
 from kvgraft.vllm.compat.support import vllm_version
 from kvgraft.vllm.connector import KVGraftConnector
+from kvgraft.vllm.patches.events import ExactEvents
+from kvgraft.vllm.patches.prefix_cache import before_prefix_lookup, on_cache_reset
 
 PACKAGE = Path(kvgraft.vllm.__file__).parent.parent
 SOURCE, SERVER = PACKAGE / "vllm", PACKAGE / "server"
@@ -116,9 +117,9 @@ HANDED = {
     ("compat/support.py", "_head_reasons", "parallel"): PARALLEL,
     ("compat/support.py", "_head_reasons", "transfer"): TRANSFER,
     ("compat/support.py", "_head_reasons", "config.scheduler_config"): SCHEDULING,
-    ("compat/__init__.py", "", "kv_cache_manager"): MANAGER,
+    ("patches/prefix_cache.py", "", "kv_cache_manager"): MANAGER,
     (
-        "compat/__init__.py",
+        "patches/requests.py",
         "set_known_prompt",
         "known",
     ): "vllm.v1.worker.gpu_input_batch:CachedRequestState",
@@ -217,44 +218,44 @@ HANDED = {
     ("connector/__init__.py", "", "blocks"): BLOCKS,
     ("connector/reporting.py", "", "request"): REQUEST,
     ("connector/reporting.py", "", "request.prefill_stats"): PREFILL_STATS,
-    ("compat/forced_tokens.py", "", "config"): CONFIG,
-    ("compat/forced_tokens.py", "", "config.model_config"): MODEL_CONFIG,
-    ("compat/forced_tokens.py", "", "params"): "vllm.sampling_params:SamplingParams",
-    ("compat/forced_tokens.py", "", "super()"): f"{PROCESSORS}:AdapterLogitsProcessor",
+    ("patches/forced_tokens.py", "", "config"): CONFIG,
+    ("patches/forced_tokens.py", "", "config.model_config"): MODEL_CONFIG,
+    ("patches/forced_tokens.py", "", "params"): "vllm.sampling_params:SamplingParams",
+    ("patches/forced_tokens.py", "", "super()"): f"{PROCESSORS}:AdapterLogitsProcessor",
     (
-        "compat/forced_tokens.py",
+        "patches/forced_tokens.py",
         "SlotAnswers",
         "req_states",
     ): "vllm.v1.worker.gpu.states:RequestState",
     (
-        "compat/forced_tokens.py",
+        "patches/forced_tokens.py",
         "SlotAnswers",
         "req_states.prompt_len",
     ): f"{BUFFERS}:UvaBackedTensor",
-    ("compat/forced_tokens.py", "SlotAnswers", "ctx"): f"{SLOT_PROCESSORS}:LogitsContext",
-    ("compat/forced_tokens.py", "add_forced_tokens", "runner"): RUNNERS,
-    ("compat/forced_tokens.py", "add_forced_tokens", "runner.vllm_config"): CONFIG,
-    ("compat/forced_tokens.py", "_add_to_batch", "runner"): " ".join(RUNNERS.split()[:2]),
+    ("patches/forced_tokens.py", "SlotAnswers", "ctx"): f"{SLOT_PROCESSORS}:LogitsContext",
+    ("patches/forced_tokens.py", "add_forced_tokens", "runner"): RUNNERS,
+    ("patches/forced_tokens.py", "add_forced_tokens", "runner.vllm_config"): CONFIG,
+    ("patches/forced_tokens.py", "_add_to_batch", "runner"): " ".join(RUNNERS.split()[:2]),
     (
-        "compat/forced_tokens.py",
+        "patches/forced_tokens.py",
         "_add_to_batch",
         "runner.input_batch",
     ): "vllm.v1.worker.gpu_input_batch:InputBatch",
-    ("compat/forced_tokens.py", "_add_to_batch", "processors"): f"{PROCESSORS}:LogitsProcessors",
-    ("compat/forced_tokens.py", "_add_to_slots", "runner"): RUNNERS.split()[2],
+    ("patches/forced_tokens.py", "_add_to_batch", "processors"): f"{PROCESSORS}:LogitsProcessors",
+    ("patches/forced_tokens.py", "_add_to_slots", "runner"): RUNNERS.split()[2],
     (
-        "compat/forced_tokens.py",
+        "patches/forced_tokens.py",
         "_add_to_slots",
         "runner.sampler",
     ): "vllm.v1.worker.gpu.sample.sampler:Sampler",
-    ("compat/events.py", "", "block_pool"): POOL,
-    ("compat/events.py", "", "self._pool"): POOL,
-    ("compat/events.py", "cache_full_blocks", "request"): REQUEST,
-    ("compat/events.py", "_first_blocks", "event"): "vllm.distributed.kv_events:BlockStored",
-    ("compat/reports.py", "", "request"): REQUEST,
-    ("compat/reports.py", "process_outputs", "output"): "vllm.v1.engine:EngineCoreOutput",
-    ("compat/reports.py", "", "output_processor"): PROCESSOR,
-    ("compat/reports.py", "", "self._processor"): PROCESSOR,
+    ("patches/events.py", "", "block_pool"): POOL,
+    ("patches/events.py", "", "self._pool"): POOL,
+    ("patches/events.py", "cache_full_blocks", "request"): REQUEST,
+    ("patches/events.py", "_first_blocks", "event"): "vllm.distributed.kv_events:BlockStored",
+    ("patches/reports.py", "", "request"): REQUEST,
+    ("patches/reports.py", "process_outputs", "output"): "vllm.v1.engine:EngineCoreOutput",
+    ("patches/reports.py", "", "output_processor"): PROCESSOR,
+    ("patches/reports.py", "", "self._processor"): PROCESSOR,
     ("connector/reporting.py", "", "state.request"): REQUEST,
     ("connector/prefix_lookup.py", "", "state.request"): REQUEST,
     ("connector/prefix_lookup.py", "", "self._manager"): MANAGER,

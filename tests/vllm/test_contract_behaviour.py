@@ -38,9 +38,10 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvgraft.kv.rope import Rope, rotate
-from kvgraft.vllm.compat import on_cache_reset, set_prompt
 from kvgraft.vllm.connector.metadata import WorkerMetadata
 from kvgraft.vllm.groups import CacheGroups
+from kvgraft.vllm.patches.prefix_cache import on_cache_reset
+from kvgraft.vllm.patches.requests import set_prompt
 from kvgraft.vllm.recovery import RecoveryResult
 from kvgraft_lab.testbed import MODEL_DIR
 

@@ -32,7 +32,7 @@ from kvgraft.server import arguments, keys, serve
 from kvgraft.server.engine_client import NOT_RESET, TenantEngineClient
 from kvgraft.server.plugin import ServerPlugin
 from kvgraft.vllm.compat.command_line import make_arg_parser
-from kvgraft.vllm.compat.reports import StoppedReports
+from kvgraft.vllm.patches.reports import StoppedReports
 
 SOURCE = Path(arguments.__file__).parent
 
@@ -195,7 +195,7 @@ def test_every_output_passes_the_guard_and_carries_what_went_ahead():
     assert len(ours.parameters) == 4
     made = inspect.getsource(Scheduler.update_from_output)
     assert "trace_headers=request.trace_headers" in made, (
-        "compat.reports.send_ahead sets the headers of the request"
+        "patches.reports.send_ahead sets the headers of the request"
     )
     outputs, stats = made.index("EngineCoreOutput("), made.index("get_kv_connector_stats(")
     assert outputs < stats, "EarlyReports.end_of_step is called when the outputs have been made"

@@ -12,7 +12,7 @@ from hosts import Host
 from processes import HostProcess
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from kvgraft.vllm.compat.forced_tokens import SlotAnswers, check_forced_output
+from kvgraft.vllm.patches.forced_tokens import SlotAnswers, check_forced_output
 from models import VOCAB_SIZE
 
 TOLERANCE = 1e-4  # of float32 log-probabilities

@@ -23,7 +23,7 @@ from hosts import Host
 
 from kvgraft.policies import DEFAULT_POLICY, POLICIES
 from kvgraft.prefill.context import Hidden, Policy, PrefillContext
-from kvgraft.vllm.compat.reports import StoppedReports
+from kvgraft.vllm.patches.reports import StoppedReports
 
 DOCUMENT, OPENING = words(300, 1), words(100, 2)
 KINDS = ("prefix", "grafted", "fresh")

@@ -32,7 +32,7 @@ from kvgraft.vllm.compat import (
 )
 from kvgraft.vllm.compat.command_line import make_arg_parser
 from kvgraft.vllm.compat.families import BY_HEAD_ARCHITECTURES
-from kvgraft.vllm.compat.forced_tokens import RAW
+from kvgraft.vllm.patches.forced_tokens import RAW
 from kvgraft.vllm.settings import KVGraftSettings, given_settings
 
 # tokens; with vLLM's 128, more tokens at the edges of segments cannot be reused

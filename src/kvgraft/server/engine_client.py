@@ -14,10 +14,10 @@ from kvgraft.server.guarding import ServerGuard, exact
 from kvgraft.server.request_log import Entry, RequestLog
 from kvgraft.server.sharing import SHARED, Grants
 from kvgraft.server.tenancy import Principal, Salts, Tenant
-from kvgraft.vllm.compat.forced_tokens import check_forced_output
-from kvgraft.vllm.compat.reports import StoppedReports
 from kvgraft.vllm.namespace_grants import GRANTED, granted_params
 from kvgraft.vllm.options import KEY, PARAMS, Control, RequestOptions
+from kvgraft.vllm.patches.forced_tokens import check_forced_output
+from kvgraft.vllm.patches.reports import StoppedReports
 
 # error text of vLLM's scheduler
 NOT_RESET = "Failed to reset KV cache even when all the running requests are preempted"

@@ -8,10 +8,10 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from kvgraft.kernels.cpu.attention import SCORE_ROWS
-from kvgraft.vllm.compat.forced_tokens import add_forced_tokens
 from kvgraft.vllm.compat.head_maps import find_head_map
 from kvgraft.vllm.compat.support import check_connector
 from kvgraft.vllm.connector import KVGraftConnector
+from kvgraft.vllm.patches.forced_tokens import add_forced_tokens
 from kvgraft.vllm.settings import KVGraftSettings
 from kvgraft.vllm.sparse.program import check_installed, install
 

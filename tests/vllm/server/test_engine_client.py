@@ -24,9 +24,9 @@ from kvgraft.server.logprob_recorder import LogprobRecorder
 from kvgraft.server.request_log import RequestLog
 from kvgraft.server.sharing import SHARED, Grants, NotGranted
 from kvgraft.server.tenancy import Keyring, Principal, Salts, Tenant
-from kvgraft.vllm.compat.reports import HEADER, StoppedReports, send_ahead, stop_sending
 from kvgraft.vllm.namespace_grants import GRANTED, granted_salts
 from kvgraft.vllm.options import CONTROL_TOKEN, PARAMS, RequestOptions, ServedReport
+from kvgraft.vllm.patches.reports import HEADER, StoppedReports, send_ahead, stop_sending
 
 ALICE = Tenant.of("alice")
 GRANTS = Grants(["wiki=alice", "law=*", "hidden=bob"], Keyring(Keys(("alice", "bob"), "admin")))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
-from kvgraft.vllm.compat.replacing import replaced
 from kvgraft.vllm.heads.attention import HeadAttention
+from kvgraft.vllm.patches.replacing import replaced
 
 
 class DecoderLayer:

@@ -24,7 +24,7 @@ from kvgraft.kernels.dispatch import segpaged_attention
 from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kernels.upload import upload
 from kvgraft.vllm.compat.pools import PoolLayout
-from kvgraft.vllm.compat.replacing import replaced
+from kvgraft.vllm.patches.replacing import replaced
 
 logger = logging.getLogger("kvgraft")
 # Rows. With at least two query heads per KV head they fill a tile of flash attention.

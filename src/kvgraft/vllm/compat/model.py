@@ -22,12 +22,12 @@ from kvgraft.vllm.compat.drafts import Drafter, has_draft_model
 from kvgraft.vllm.compat.families import is_by_head
 from kvgraft.vllm.compat.group_attention import RecoveryAttention, RowsMetadata, pseudo_sequences
 from kvgraft.vllm.compat.key_rotation import KeyRotation, rotation_of
-from kvgraft.vllm.compat.operators import FusedOperators, takes_any_rows
 from kvgraft.vllm.compat.pools import PoolLayout
-from kvgraft.vllm.compat.replacing import before_attending
 from kvgraft.vllm.compat.residuals import ResidualStreams
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
 from kvgraft.vllm.groups import order_of
+from kvgraft.vllm.patches.operators import FusedOperators, takes_any_rows
+from kvgraft.vllm.patches.replacing import before_attending
 
 # vLLM's slot for padding
 NO_SLOT = -1

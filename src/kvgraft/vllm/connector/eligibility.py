@@ -11,15 +11,15 @@ from kvgraft.core.keys import scope_digest
 from kvgraft.core.provenance import BlockProvenance
 from kvgraft.core.report import REFUSALS
 from kvgraft.prefill.documents.keeping import KeepsDocuments
-from kvgraft.vllm.compat import hide_answer, salt_hashes
 from kvgraft.vllm.compat.adapters import Adapter, adapter_digest
 from kvgraft.vllm.compat.families import is_by_head, is_plain
-from kvgraft.vllm.compat.forced_tokens import check_forced_output
 from kvgraft.vllm.compat.head_maps import find_head_map, works_by_head
 from kvgraft.vllm.compat.support import model_identity
 from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.namespace_grants import GRANTED, granted_salts
 from kvgraft.vllm.options import EXACT_BECAUSE, KEY, TRIAL_OF, Control, RequestOptions
+from kvgraft.vllm.patches.forced_tokens import check_forced_output
+from kvgraft.vllm.patches.requests import hide_answer, salt_hashes
 from kvgraft.vllm.settings import KVGraftSettings
 from kvgraft.vllm.sparse.program import program_of
 

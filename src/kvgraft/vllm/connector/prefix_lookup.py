@@ -18,9 +18,9 @@ from kvgraft.core.admission import Admission, Reuse
 from kvgraft.core.approximate_prefix import Continued
 from kvgraft.core.report import unknown_reason
 from kvgraft.prefill.documents.keeping import KeepsDocuments
-from kvgraft.vllm.compat import nonce_hash, set_prompt
 from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.options import NOTE_PLAN, TRIAL_OF
+from kvgraft.vllm.patches.requests import nonce_hash, set_prompt
 from kvgraft.vllm.pool import SharedPool
 
 # plans to remember, of the requests that came last

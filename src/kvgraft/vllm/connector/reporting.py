@@ -7,10 +7,10 @@ from dataclasses import asdict
 from kvgraft.core.admission import Admission, Reuse
 from kvgraft.core.costs import TOKENS
 from kvgraft.core.report import KINDS, Outcome
-from kvgraft.vllm.compat.reports import may_stop_early, send_ahead, stop_sending
 from kvgraft.vllm.connector.admission import register_blocks
 from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.options import RequestOptions
+from kvgraft.vllm.patches.reports import may_stop_early, send_ahead, stop_sending
 from kvgraft.vllm.pool import SharedPool
 from kvgraft.vllm.recovery import RecoveryResult
 from kvgraft.vllm.stats import Stats
@@ -222,7 +222,7 @@ class StopStringReports:
     """Send the reports of requests with stop strings early, with the first generated token.
 
     vLLM's front end ends such answers itself, so the engine's final report would be lost (see
-    `compat.reports`).
+    `patches.reports`).
 
     Args:
         admission: registers the prompt's blocks before the report counts them.

@@ -25,8 +25,6 @@ from kvgraft.core.provenance import NEVER
 from kvgraft.core.segmentation import ANCHORS
 from kvgraft.engine.text import anchor_ids
 from kvgraft.prefill.documents.keeping import KeepsDocuments
-from kvgraft.vllm.compat import before_prefix_lookup, on_cache_reset
-from kvgraft.vllm.compat.events import ExactEvents
 from kvgraft.vllm.connector.admission import make_admission, register_blocks
 from kvgraft.vllm.connector.controls import Controls
 from kvgraft.vllm.connector.eligibility import RequestIntake
@@ -37,6 +35,8 @@ from kvgraft.vllm.connector.reporting import Reporting
 from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.connector.store_scheduler import StoreScheduler
 from kvgraft.vllm.options import Control, RequestOptions
+from kvgraft.vllm.patches.events import ExactEvents
+from kvgraft.vllm.patches.prefix_cache import before_prefix_lookup, on_cache_reset
 from kvgraft.vllm.pool import SharedPool
 from kvgraft.vllm.recovery import RecoveryResult
 from kvgraft.vllm.setting_fields import SHADOW

@@ -11,9 +11,9 @@ import numpy as np
 from kvgraft.core.admission import Admission
 from kvgraft.core.restore import register_restored, wanted_blocks
 from kvgraft.store import ChunkIndex, ChunkRecord
-from kvgraft.vllm.compat import nonce_hash
 from kvgraft.vllm.connector.metadata import CHUNK_BLOCKS, Keep, Load, StoreOrders, StoreReport
 from kvgraft.vllm.connector.request_state import RequestState
+from kvgraft.vllm.patches.requests import nonce_hash
 from kvgraft.vllm.pool import SharedPool
 
 # seconds for which news of a shared store counts as fresh

@@ -9,11 +9,11 @@ from kvgraft.core.costs import Costs
 from kvgraft.kv.documents import DocumentStore
 from kvgraft.kv.profiles import last_layers
 from kvgraft.prefill.documents.library import Library
-from kvgraft.vllm.compat import set_known_prompt
 from kvgraft.vllm.compat.head_maps import find_head_map, map_of_rank
 from kvgraft.vllm.compat.model import ModelHost
 from kvgraft.vllm.connector.metadata import Metadata, WorkerMetadata
 from kvgraft.vllm.connector.store_worker import StoreWorker
+from kvgraft.vllm.patches.requests import set_known_prompt
 from kvgraft.vllm.prefill import measure_costs
 from kvgraft.vllm.recovery import RecoveryQueue, RecoveryResult
 from kvgraft.vllm.settings import KVGraftSettings
