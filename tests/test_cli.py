@@ -193,14 +193,20 @@ def command_names(group: typer.core.TyperGroup) -> Iterator[list[str]]:
 
 
 def test_help_loads_no_heavy_library(tmp_path: Path):
-    names = [
-        name
-        for name in command_names(typer.main.get_command(app))
-        if name not in (["serve"], ["fleet", "run"])
-    ]
+    names = [name for name in command_names(typer.main.get_command(app)) if name != ["serve"]]
     assert len(names) > 20
     assert ["flow", "list"] in names
     assert imported_by(tmp_path, *([*name, "--help"] for name in names)) == set()
+
+
+def test_the_help_of_a_fleet_has_its_flags(capsys: pytest.CaptureFixture[str]):
+    texts = []
+    for line in (["fleet", "--help"], ["fleet", "run", "-h"], ["fleet", "smollm2", "--help"]):
+        assert run(app, line) == 0
+        texts.append(capsys.readouterr().out)
+    assert len(set(texts)) == 1
+    for flag in ("--replicas", "--autoscaling", "kvgraft serve --help", "fleet simulate --help"):
+        assert flag in texts[0]
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]):

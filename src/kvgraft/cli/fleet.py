@@ -13,10 +13,10 @@ RUN = "run"
 
 
 class _RunsModels(TyperGroup):
-    """`kvgraft fleet MODEL` is `kvgraft fleet run MODEL`."""
+    """`kvgraft fleet MODEL` is `kvgraft fleet run MODEL`, and has its help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        if args and (args[0] in self.commands or args[0] == "--help"):
+        if args and args[0] in self.commands:
             return super().parse_args(ctx, args)
         if args:
             require_laboratory(f"fleet {args[0]}")
@@ -38,12 +38,15 @@ app.add_typer(fleet_app)
     },
 )
 def run_fleet(context: typer.Context) -> None:
-    """`kvgraft fleet MODEL --replicas N`: servers behind one address, by Ray Serve; `kvgraft fleet
-    run --help` has its options, which go with any flag of `kvgraft serve`."""
+    """`kvgraft fleet MODEL --replicas N`: servers behind one address, by Ray Serve."""
+    from kvgraft.fleet.options import make_parser, read_command
+
+    if {"-h", "--help"} & set(context.args):
+        print(make_parser().format_help(), end="")
+        return
+
     # or lines of servers would be left out; read when Ray is imported
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    from kvgraft.fleet.options import read_command
-
     # errors in the options are reported before Ray is imported
     options, address = read_command(context.args)
     from kvgraft.fleet.application import run

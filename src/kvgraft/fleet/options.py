@@ -136,7 +136,7 @@ class FleetAddress:
     port: int = setting(PORT, "port of the fleet", "if it is in use", at_least(0), shown=str(PORT))
     address: str | None = setting(
         None,
-        "address of a running Ray cluster ([below](#on-a-cluster))",
+        "address of a [running Ray cluster](#on-a-cluster)",
         "on a cluster",
         TEXT,
         shown="none: start Ray on this machine",
@@ -191,6 +191,11 @@ def make_parser() -> ArgumentParser:
             "Several servers behind one address; each prompt goes to where most of its text is "
             "known."
         ),
+        epilog=(
+            "Flags of the servers: kvgraft serve --help. Routing of recorded requests, without "
+            "servers: kvgraft fleet simulate --help."
+        ),
+        add_help=False,
         allow_abbrev=False,
     )
     for name, declared in (declarations(FleetOptions) | declarations(FleetAddress)).items():
