@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
 
     if args.model == BUNDLED and is_name(BUNDLED):
         args.model = str(find_model(BUNDLED))
-        args.served_model_name = args.served_model_name or [BUNDLED, args.model]
+        args.served_model_name = args.served_model_name or [BUNDLED]
         args.chat_template = args.chat_template or BUNDLED_CHAT
         args.kv_cache_memory_bytes = args.kv_cache_memory_bytes or BUNDLED_KV_BYTES
     elif is_name(args.model):
@@ -124,7 +124,7 @@ def _serve_by_name(args: Namespace) -> None:
     """
     name = args.model
     args.model = str(find_model(name, fetch=not args.check))
-    args.served_model_name = args.served_model_name or [name, args.model]
+    args.served_model_name = args.served_model_name or [name]
     if name in KNOWN and current_platform.is_cpu():
         args.kv_cache_memory_bytes = args.kv_cache_memory_bytes or KNOWN_KV_BYTES
         args.dtype = "float32" if args.dtype == "auto" else args.dtype

@@ -5,6 +5,7 @@ if `VLLM_PLUGINS` names it; `kvgraft serve` sets this variable.
 """
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -61,6 +62,7 @@ class ServerPlugin:
         """
         if engine_client is not None:
             state.kvgraft.connect(engine_client)
+            hide_paths(state.openai_serving_models)
             if not args.uds:
                 scheme = "https" if args.ssl_keyfile else "http"
                 logger.info(
@@ -69,3 +71,23 @@ class ServerPlugin:
                     args.host or "127.0.0.1",
                     args.port,
                 )
+
+
+def hide_paths(models: Any) -> None:
+    """Make `/v1/models` give the name of a model or adapter where vLLM gives its path on this
+    machine (`root`). An address that is no local path stays.
+
+    Args:
+        models: vLLM's `OpenAIServingModels`.
+    """
+    show = models.show_available_models
+
+    async def show_names() -> Any:
+        found = await show()
+        for card in found.data:
+            path = Path(card.root)
+            if path.is_absolute() or path.exists():
+                card.root = card.id
+        return found
+
+    models.show_available_models = show_names

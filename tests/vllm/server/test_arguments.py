@@ -28,7 +28,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch):
 def test_without_arguments_the_bundled_model_is_served_on_loopback_with_reuse():
     args = parse([])
     assert (args.model, args.host, args.block_size) == (str(MODEL_DIR), "127.0.0.1", 32)
-    assert args.served_model_name == ["bundled", str(MODEL_DIR)]
+    assert args.served_model_name == ["bundled"]
     assert args.enforce_eager
     # no page of another site may ask a server that asks for no key
     assert args.allowed_origins == []
@@ -312,7 +312,7 @@ def tiny(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("given", [["tiny"], ["--model", "tiny"]])
 def test_a_model_is_served_under_its_name(tiny: Path, given: list[str]):
     args = parse(given)
-    assert (args.model, args.served_model_name) == (str(tiny), ["tiny", str(tiny)])
+    assert (args.model, args.served_model_name) == (str(tiny), ["tiny"])
     assert (args.dtype, args.kv_cache_memory_bytes, args.chat_template) == (
         "float32",
         KNOWN_KV_BYTES,
@@ -339,7 +339,7 @@ def test_a_model_is_served_under_its_name(tiny: Path, given: list[str]):
 def test_what_a_user_has_converted_is_served_as_vllm_would(tiny: Path, tmp_path: Path):
     mine = get_model(tmp_path / "tiny.gguf", "mine").directory
     args = parse(["mine", "--no-kvgraft"])
-    assert (args.model, args.served_model_name) == (str(mine), ["mine", str(mine)])
+    assert (args.model, args.served_model_name) == (str(mine), ["mine"])
     assert (args.dtype, args.kv_cache_memory_bytes) == ("auto", None)
 
 
