@@ -153,7 +153,7 @@ class Guard:
         """Return the results by policy and by tenant.
 
         Args:
-            tenant: label of the tenant whose answers are shown, without policies; None: all.
+            tenant: name of the tenant whose answers are shown, without policies; None: all.
         """
         tenants = (
             self._tenants if tenant is None else {tenant: self._tenants.get(tenant, _Bounds())}

@@ -89,9 +89,10 @@ def parse(arguments: Sequence[str]) -> Namespace:
     if KVGraftSettings.parse(args.kv_transfer_config.kv_connector_extra_config).guard:
         _refuse(_flags_beside_guard(args))
 
-    grants = Grants.of(args, Keyring(Keys.of(args)))
+    keyring = Keyring(Keys.of(args))
     # labels instead of keys, because vLLM logs its arguments
-    args.kvgraft_share = grants.as_arguments or None
+    args.kvgraft_share = Grants.of(args, keyring).as_arguments or None
+    args.kvgraft_tenant = keyring.names_as_arguments or None
     return args
 
 

@@ -10,6 +10,7 @@ from kvgraft.vllm.setting_fields import SettingFields
 # of the attributes that hold KVGraft's flags after parsing
 PREFIX = "kvgraft_"
 SHARE = "--kvgraft-share"
+TENANT = "--kvgraft-tenant"
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -74,6 +75,15 @@ def _add_owners(group: Any) -> None:
         help=(
             "Let these API keys (or their labels; *: all) graft from a namespace that the admin "
             "fills; repeatable."
+        ),
+    )
+    group.add_argument(
+        TENANT,
+        action="append",
+        metavar="NAME=KEY",
+        help=(
+            "Name the tenant of an API key (or of its label) for the page and the pins API; "
+            "repeatable."
         ),
     )
     group.add_argument(

@@ -66,7 +66,7 @@ class ServerGuard:
         elif ticket.level is Level.LARGER_BUDGET:
             params = _with_policy(params, str(ticket.policy))
 
-        one = LogprobRecorder(ticket, call.principal.tenant.label)
+        one = LogprobRecorder(ticket, call.principal.tenant.name)
         if ticket.is_watched:
             params, one.kind = watched(params), params.output_kind
             if self._is_shadow:

@@ -17,12 +17,16 @@ RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 class Keys:
     """Keys of a server. Without API keys it has one tenant.
 
+    Attributes:
+        tenant_names: entries NAME=KEY of `--kvgraft-tenant`; `Keyring` checks them.
+
     Raises:
         ValueError: a key is empty, given twice, or both an API key and the admin key.
     """
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_key: str | None = field(default=None, repr=False)
+    tenant_names: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         """Check the keys."""
@@ -49,7 +53,7 @@ class Keys:
             "--kvgraft-admin-key", None if admin_key is None else [admin_key], ADMIN_KEY
         ) or [None]
 
-        keys = cls(api_keys, admin_key)
+        keys = cls(api_keys, admin_key, tuple(getattr(args, "kvgraft_tenant", None) or ()))
         if len(keys.api_keys) > 1 and os.environ.get(RESPONSES_STORE, "0") != "0":
             raise ValueError(
                 f"vLLM's store of responses knows no tenants: unset {RESPONSES_STORE} or keep one "

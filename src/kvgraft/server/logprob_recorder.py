@@ -23,7 +23,7 @@ class LogprobRecorder:
 
     Attributes:
         ticket: the guard's ticket of the request.
-        tenant: label of the tenant.
+        tenant: name of the tenant.
         kind: vLLM's output kind (delta, cumulative or final); None: no log-probabilities were
             requested on the guard's behalf, and nothing is recorded.
         cache_salt: cache key of the request, once it is admitted.

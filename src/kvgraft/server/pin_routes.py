@@ -120,12 +120,15 @@ async def delete(
 
 @router.get("/v1/kvgraft/tenants")
 async def tenants(request: Request) -> dict[str, Any]:
-    """List the tenants that can own pinned documents, and the shared namespaces under the label
-    `shared`."""
+    """List the tenants that can own pinned documents, and the shared namespaces under the name
+    `shared`. A tenant with a name also has its label."""
     state = _state(request)
-    listed: list[dict[str, Any]] = [{"tenant": tenant.label} for tenant in state.keyring.tenants]
+    listed: list[dict[str, Any]] = [
+        {"tenant": one.name} | ({"label": one.label} if one.given_name else {})
+        for one in state.keyring.tenants
+    ]
     if state.grants.names:
-        listed.append({"tenant": SHARED.label, "namespaces": list(state.grants.names)})
+        listed.append({"tenant": SHARED.name, "namespaces": list(state.grants.names)})
     return {"tenants": listed}
 
 

@@ -120,6 +120,4 @@ class TenantPins:
 
 def shown(tenant: Tenant, namespace: str, adapter: str) -> dict[str, str]:
     """Return the fields that locate pinned documents in an answer; `model` only for an adapter."""
-    return {"tenant": tenant.label, "namespace": namespace} | (
-        {"model": adapter} if adapter else {}
-    )
+    return {"tenant": tenant.name, "namespace": namespace} | ({"model": adapter} if adapter else {})

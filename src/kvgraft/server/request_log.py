@@ -23,7 +23,7 @@ class Entry:
 
     Attributes:
         ended_at: Unix time in seconds.
-        tenant: label of the tenant.
+        tenant: name of the tenant.
         route: path of the HTTP request.
         outcome: the report's outcome (`Outcome`), or `ABORTED`.
         ttft_s: seconds from arrival at the engine client to the first token; None without a token.
@@ -59,13 +59,13 @@ class Entry:
             scored: dictionary that receives the guard's distances later.
         """
         if output is None:
-            return cls(time.time(), tenant.label, route, ABORTED)
+            return cls(time.time(), tenant.name, route, ABORTED)
 
         given = (output.kv_transfer_params or {}).get(KEY)
         report, metrics = ServedReport(**given) if given else _bare_report(output), output.metrics
         return cls(
             time.time(),
-            tenant.label,
+            tenant.name,
             route,
             report.outcome,
             report.policy,
@@ -92,7 +92,7 @@ class RequestLog:
         self._recent: dict[str, deque[Entry]] = {}
         self._sums: dict[str, Counter[tuple[str, str]]] = {}
         for tenant in tenants:
-            self._open(tenant.label)
+            self._open(tenant.name)
 
     def add(self, entry: Entry) -> None:
         """Add the entry of a request that ended."""
@@ -111,14 +111,14 @@ class RequestLog:
     def view(self, principal: Principal) -> dict[str, Any]:
         """Return what the caller may see, latest first: its own requests, or those of all for the
         admin."""
-        labels = list(self._recent) if principal.is_admin else [principal.tenant.label]
+        names = list(self._recent) if principal.is_admin else [principal.tenant.name]
 
         recent = sorted(
-            (e for label in labels for e in self._recent.get(label, ())), key=lambda e: -e.ended_at
+            (e for name in names for e in self._recent.get(name, ())), key=lambda e: -e.ended_at
         )
 
         sums: Counter[tuple[str, str]] = sum(
-            (self._sums.get(label, Counter()) for label in labels), Counter()
+            (self._sums.get(name, Counter()) for name in names), Counter()
         )
         totals: dict[str, dict[str, int]] = {
             "requests": {},
@@ -130,10 +130,10 @@ class RequestLog:
 
         return {"recent": [asdict(entry) for entry in recent[:RECENT]], "totals": totals}
 
-    def _open(self, label: str) -> None:
+    def _open(self, name: str) -> None:
         """Create the log of a tenant if it does not exist."""
-        self._recent.setdefault(label, deque(maxlen=RECENT))
-        self._sums.setdefault(label, Counter())
+        self._recent.setdefault(name, deque(maxlen=RECENT))
+        self._sums.setdefault(name, Counter())
 
 
 def _bare_report(output: Any) -> ServedReport:

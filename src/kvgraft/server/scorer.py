@@ -51,7 +51,7 @@ class AnswerSample:
 
     Attributes:
         ticket: the guard's ticket of the request.
-        tenant: label of the tenant.
+        tenant: name of the tenant.
         call: internal call with the cache key and the adapter for scoring.
         prompt: token ids.
         answer: token ids.

@@ -81,7 +81,7 @@ class ServerState:
         """Return the tenant whose pinned documents the admin names.
 
         Args:
-            label: label of a tenant; None: the only tenant; "shared": the owner of shared
+            label: name or label of a tenant; None: the only tenant; "shared": the owner of shared
                 namespaces.
             namespace: checked only if `label` is "shared".
 
@@ -103,7 +103,7 @@ class ServerState:
         if guard is None:
             return None
         sees_all = principal.is_admin or self.keyring.has_one_tenant
-        return guard.view(None if sees_all else principal.tenant.label)
+        return guard.view(None if sees_all else principal.tenant.name)
 
     def connect(self, engine_client: Any) -> None:
         """Wrap the engine client that the routes use, and start the probe, the guard and the idle

@@ -29,7 +29,7 @@ class Grants:
 
     Args:
         given: entries `NAME=KEY,KEY` or `NAME=*`, in the order in which they are searched. A key is
-            given itself or by its tenant's label.
+            given itself or by its tenant's name or label.
 
     Raises:
         ValueError: a name or a key is invalid, unknown or given twice; the message says what is
@@ -103,17 +103,20 @@ def _tenants(name: str, keys: str, known: Sequence[Tenant]) -> tuple[Tenant, ...
     if keys == EVERYBODY:
         return tuple(known)
 
-    labels = ", ".join(tenant.label for tenant in known)
+    names = ", ".join(tenant.name for tenant in known)
     found: list[Tenant] = []
     for key in keys.split(","):
-        named = [tenant for tenant in known if key == tenant.label or Tenant.of(key) == tenant]
+        named = [
+            tenant
+            for tenant in known
+            if key in (tenant.name, tenant.label) or Tenant.of(key) == tenant
+        ]
         if len(named) != 1:
             shown = repr(key[:_SHOWN] + "..." if len(key) > _SHOWN else key)
             raise ValueError(
-                f"{SHARE} {name}: no API key {shown}: allowed are {EVERYBODY}, the keys, or "
-                f"{labels}"
+                f"{SHARE} {name}: no API key {shown}: allowed are {EVERYBODY}, the keys, or {names}"
             )
         if named[0] in found:
-            raise ValueError(f"{SHARE} {name}: the API key {named[0].label} is given twice")
+            raise ValueError(f"{SHARE} {name}: the API key {named[0].name} is given twice")
         found += named
     return tuple(found)

@@ -72,7 +72,7 @@ async def status(request: Request) -> dict[str, Any]:
         "match": state.settings.match or state.default.policy.match,
         "uptime_s": time.monotonic() - STARTED,
         "engine_silent_s": state.engine_silent_s,
-        "view": {"tenant": principal.tenant.label, "is_admin": principal.is_admin},
+        "view": {"tenant": principal.tenant.name, "is_admin": principal.is_admin},
         "pins": await state.pins.view(principal),
         "guard": state.guard_view(principal),
         **state.request_log.view(principal),

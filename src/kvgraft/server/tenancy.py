@@ -5,15 +5,20 @@ import binascii
 import hashlib
 import hmac
 import secrets
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from kvgraft.server.flags import TENANT
 from kvgraft.server.keys import Keys
 from kvgraft.store.secret import SECRET_BYTES, derive, find_secret
 from kvgraft.vllm.options import labelled
+from kvgraft.vllm.request_fields import NAME
 
 # hexadecimal digits
 LABEL_LENGTH = 8
+# labels of what has no API key
+RESERVED = ("local", "shared")
 
 
 @dataclass(frozen=True)
@@ -21,12 +26,19 @@ class Tenant:
     """One owner of cached content.
 
     Attributes:
-        label: the public name of the tenant: the first digits of the SHA-256 of its key.
+        label: the first digits of the SHA-256 of its key. Cache keys depend on it.
         identity: SHA-256 of its key.
+        given_name: the operator's name for it, or empty.
     """
 
     label: str
     identity: bytes = field(repr=False)
+    given_name: str = field(default="", compare=False)
+
+    @property
+    def name(self) -> str:
+        """Return the name that people see: the operator's, or else the label."""
+        return self.given_name or self.label
 
     @classmethod
     def of(cls, key: str) -> "Tenant":
@@ -51,7 +63,7 @@ class Keyring:
     """The keys of a server.
 
     Raises:
-        ValueError: two API keys have the same label.
+        ValueError: two API keys have the same label, or a name for a tenant cannot be used.
     """
 
     def __init__(self, keys: Keys) -> None:
@@ -61,12 +73,19 @@ class Keyring:
 
         if len({tenant.label for tenant in self.tenants}) < len(self.tenants):
             raise ValueError("two API keys have the same label: replace one of them")
+        self.tenants = _named(self.tenants, keys)
         self._admin = Tenant.of(keys.admin_key) if keys.admin_key is not None else None
 
     @property
     def has_one_tenant(self) -> bool:
         """Return whether all content in the engine belongs to the same tenant."""
         return len(self.tenants) == 1
+
+    @property
+    def names_as_arguments(self) -> list[str]:
+        """The entries of `--kvgraft-tenant` with labels in place of keys, so that they may be
+        shown."""
+        return [f"{one.given_name}={one.label}" for one in self.tenants if one.given_name]
 
     def principal(self, key: str | None) -> Principal | None:
         """Return the caller that gives this key.
@@ -90,19 +109,47 @@ class Keyring:
                 holder = Principal(tenant)
         return holder
 
-    def tenant(self, label: str | None) -> Tenant:
-        """Return the tenant with this label; None means the only tenant.
+    def tenant(self, name: str | None) -> Tenant:
+        """Return the tenant with this name or label; None means the only tenant.
 
         Raises:
             ValueError: there is no such tenant, or several tenants exist and none is named.
         """
-        known = ", ".join(tenant.label for tenant in self.tenants)
-        if label is None and len(self.tenants) > 1:
+        known = ", ".join(tenant.name for tenant in self.tenants)
+        if name is None and len(self.tenants) > 1:
             raise ValueError(f"name a tenant: {known}")
         for tenant in self.tenants:
-            if label in (None, tenant.label):
+            if name in (None, tenant.name, tenant.label):
                 return tenant
-        raise ValueError(f"no tenant {label!r}: there are {known}")
+        raise ValueError(f"no tenant {name!r}: there are {known}")
+
+
+def _named(tenants: Sequence[Tenant], keys: Keys) -> tuple[Tenant, ...]:
+    """Return the tenants with the names of `--kvgraft-tenant`.
+
+    Raises:
+        ValueError: a name or key is invalid, unknown or given twice. The message shows no key.
+    """
+    labels = [tenant.label for tenant in tenants]
+    names: dict[str, str] = {}
+    for entry in keys.tenant_names:
+        name, equals, key = entry.partition("=")
+        # a key could stand in the place of a name, so it is not shown
+        if not (equals and key) or name in (*keys.api_keys, keys.admin_key):
+            raise ValueError(f"{TENANT}: give NAME=KEY, and no key as the name")
+        NAME.check(f"{TENANT}: a name", name)
+        if name in (*names.values(), *labels, *RESERVED):
+            raise ValueError(f"{TENANT} {name}: this is already the name or label of a tenant")
+
+        found = [one.label for one in tenants if key == one.label or Tenant.of(key) == one]
+        if not found:
+            raise ValueError(
+                f"{TENANT} {name}: no such API key: give a key, or one of {', '.join(labels)}"
+            )
+        if found[0] in names:
+            raise ValueError(f"{TENANT} {name}: the tenant {found[0]} already has a name")
+        names[found[0]] = name
+    return tuple(replace(one, given_name=names.get(one.label, "")) for one in tenants)
 
 
 class Salts:

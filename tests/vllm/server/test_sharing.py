@@ -269,9 +269,12 @@ def test_without_an_admin_key_nobody_could_fill_it():
 
 def test_arguments_keep_no_key_and_one_more_owner_pins():
     keys = ["--api-key", ALICE, BOB, "--kvgraft-admin-key", ADMIN]
-    args = parse([*keys, "--kvgraft-share", f"wiki={BOB}", "--kvgraft-share=law=*"])
+    flags = ["--kvgraft-share", f"wiki={BOB}", "--kvgraft-share=law=*"]
+    args = parse([*keys, *flags, "--kvgraft-tenant", f"bob={BOB}"])
+    assert args.kvgraft_tenant == [f"bob={LABELS[BOB]}"]
     assert args.kvgraft_share == [f"wiki={LABELS[BOB]}", f"law={LABELS[ALICE]},{LABELS[BOB]}"]
     state = ServerState(args)
+    assert [tenant.name for tenant in state.keyring.tenants] == [LABELS[ALICE], "bob"]
     assert state.grants.names_for(Tenant.of(BOB)) == ("wiki", "law")
     assert state.pins.quota == 1 / 3
     assert ServerState(parse(keys)).pins.quota == 1 / 2

@@ -5,6 +5,9 @@ import pytest
 from running import ADMIN, ALICE, BOB
 
 from kvgraft.server.keys import Keys, check_exposure
+from kvgraft.server.pins import shown
+from kvgraft.server.request_log import Entry, RequestLog
+from kvgraft.server.sharing import Grants
 from kvgraft.server.tenancy import LOCAL, Keyring, Principal, Salts, Tenant, shown_key
 from kvgraft.store import secret
 from kvgraft.vllm.options import namespace_label
@@ -46,6 +49,54 @@ def test_a_tenant_is_named_by_its_label_or_is_the_only_one():
         KEYRING.tenant(None)
     with pytest.raises(ValueError, match="no tenant 'nobody'"):
         KEYRING.tenant("nobody")
+
+
+def named(*entries: str) -> Keyring:
+    return Keyring(Keys((ALICE, BOB), ADMIN, entries))
+
+
+@pytest.mark.parametrize("key", [ALICE, Tenant.of(ALICE).label])
+def test_a_tenant_has_the_name_that_the_operator_gives(key: str):
+    keyring = named(f"search team={key}")
+    alice, bob = keyring.tenants
+    assert (alice.name, bob.name) == ("search team", bob.label)
+    assert keyring.tenant("search team") is keyring.tenant(alice.label) is alice
+    assert keyring.principal(ALICE) == Principal(alice) == Principal(Tenant.of(ALICE))
+    with pytest.raises(ValueError, match=f"name a tenant: search team, {bob.label}"):
+        keyring.tenant(None)
+    # a name changes no cache key
+    salts = Salts()
+    assert salts.of(alice) == salts.of(Tenant.of(ALICE))
+    assert keyring.names_as_arguments == [f"search team={alice.label}"]
+    assert shown(alice, "n", "")["tenant"] == "search team"
+    log = RequestLog(keyring.tenants)
+    log.add(Entry.of(alice, "/", None))
+    assert log.view(Principal(alice))["recent"][0]["tenant"] == "search team"
+    assert Grants(["wiki=search team"], keyring).names_for(alice) == ("wiki",)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([ALICE], "give NAME=KEY, and no key as the name"),
+        ([f"{ALICE}=alice"], "give NAME=KEY, and no key as the name"),
+        ([f"{ADMIN}={ALICE}"], "give NAME=KEY, and no key as the name"),
+        ([f"={ALICE}"], "a name must be a printable string of 1 to 128 characters, got ''"),
+        (["alice=unheard"], "alice: no such API key: give a key, or one of "),
+        ([f"alice={ADMIN}"], "alice: no such API key: give a key, or one of "),
+        ([f"a={ALICE}", f"b={ALICE}"], f"b: the tenant {Tenant.of(ALICE).label} already has"),
+        ([f"a={ALICE}", f"a={BOB}"], "a: this is already the name or label of a tenant"),
+        ([f"shared={ALICE}"], "shared: this is already the name or label of a tenant"),
+        ([f"{Tenant.of(BOB).label}={ALICE}"], "this is already the name or label of a tenant"),
+    ],
+)
+def test_a_name_that_cannot_be_used_is_refused_and_no_key_is_shown(
+    entries: list[str], message: str
+):
+    with pytest.raises(ValueError, match="--kvgraft-tenant") as refused:
+        named(*entries)
+    assert message in str(refused.value)
+    assert not any(key in str(refused.value) for key in (ALICE, BOB, ADMIN, "unheard"))
 
 
 def test_the_cache_key_depends_on_every_part_and_on_nothing_else():
