@@ -1,6 +1,8 @@
 """The page of a trace, in a real browser without a network; its picture and its tables."""
 
+import colorsys
 import io
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,9 @@ import pytest
 from rich.console import Console
 
 from chromium import Page
+from kvgraft import server
 from kvgraft.core.costs import Costs
+from kvgraft_lab import traffic
 from kvgraft_lab.traffic.analysis import KVGRAFT, SIDES, Analysed, analyse
 from kvgraft_lab.traffic.origins import Origin
 from kvgraft_lab.traffic.page import render_page
@@ -53,6 +57,25 @@ def opened(page: Page, analysed: Analysed, tmp_path: Path, request: pytest.Fixtu
     page.open(path.as_uri(), key=None, dark=getattr(request, "param", False))
     page.wait_until("document.querySelectorAll('canvas').length > 0")
     return page
+
+
+def hues(template: Path, kind: str) -> list[float]:
+    """Hues of a kind of tokens on a page, light and dark."""
+    found = re.findall(rf"--{kind}: #(\w\w)(\w\w)(\w\w)", template.read_text())
+    return [colorsys.rgb_to_hls(*(int(part, 16) / 255 for part in one))[0] for one in found]
+
+
+@pytest.mark.parametrize("kind", ["prefix", "continued", "grafted"])
+def test_a_kind_has_the_hue_that_it_has_on_the_page_of_a_server(kind: str):
+    ours, theirs = (
+        hues(path, kind)
+        for path in (
+            Path(traffic.__file__).with_name("traffic.html.j2"),
+            Path(server.__file__).with_name("page.html"),
+        )
+    )
+    assert len(ours) == len(theirs) == 2
+    assert ours == pytest.approx(theirs, abs=0.1)
 
 
 @pytest.mark.parametrize("opened", [False, True], indirect=True)
