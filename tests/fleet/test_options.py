@@ -45,9 +45,12 @@ def test_what_is_not_allowed_is_refused_by_name(given: dict[str, Any], message: 
         FleetOptions(**given)
 
 
-def test_an_autoscaling_that_is_no_object_is_refused_with_its_flag(
-    capsys: pytest.CaptureFixture[str],
-):
-    with pytest.raises(SystemExit):
-        make_parser().parse_args(["--autoscaling", "8"])
-    assert "argument --autoscaling: '8' is no JSON object" in capsys.readouterr().err
+def test_a_value_that_no_flag_takes_is_refused_with_its_flag(capsys: pytest.CaptureFixture[str]):
+    for flags, message in (
+        (["--autoscaling", "8"], "argument --autoscaling: '8' is no JSON object"),
+        (["--replicas", "two"], "argument --replicas: invalid int value: 'two'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_parser().parse_args(flags)
+    # the command line prints one line, without a usage
+    assert capsys.readouterr() == ("", "")

@@ -1,6 +1,6 @@
 """Command line and options of a fleet. This module does not import Ray, which takes seconds."""
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvgraft.fleet.ranking import IMBALANCE, ROUTINGS
-from kvgraft.server.checks import HOST, PORT, address_reasons, check_arguments
+from kvgraft.server.checks import HOST, PORT, LineParser, address_reasons, check_arguments
 from kvgraft.setting_schema import (
     AMOUNT,
     POSITIVE,
@@ -182,9 +182,9 @@ def _check(options: FleetOptions, address: FleetAddress) -> None:
         check_arguments(options.command, listens=False)
 
 
-def make_parser() -> ArgumentParser:
+def make_parser() -> LineParser:
     """Return the parser of the fleet's own flags. A flag that was not given is None."""
-    parser = ArgumentParser(
+    parser = LineParser(
         prog="kvgraft fleet",
         usage="kvgraft fleet [MODEL] [--replicas N] [options] [any flag of kvgraft serve]",
         description=(

@@ -105,7 +105,7 @@ def make_parser() -> ArgumentParser:
 
     Its defaults are those of `kvgraft serve`.
     """
-    parser = _Parser(
+    parser = LineParser(
         prog="kvgraft serve",
         usage="kvgraft serve [MODEL] [options]",
         add_help=False,
@@ -138,7 +138,7 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-class _Parser(ArgumentParser):
+class LineParser(ArgumentParser):
     """Argument parser that raises ValueError instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
