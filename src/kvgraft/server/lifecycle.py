@@ -149,10 +149,17 @@ class DrainMiddleware:
 
     Args:
         silence: returns why the engine is not healthy, or None.
+        on_start: called when the server is ready.
     """
 
-    def __init__(self, app: ASGIApp, drain: Drain, silence: Callable[[], str | None]) -> None:
-        self._app, self._drain, self._silence = app, drain, silence
+    def __init__(
+        self,
+        app: ASGIApp,
+        drain: Drain,
+        silence: Callable[[], str | None],
+        on_start: Callable[[], None],
+    ) -> None:
+        self._app, self._drain, self._silence, self._on_start = app, drain, silence, on_start
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -160,7 +167,13 @@ class DrainMiddleware:
             # vLLM sets its signal handlers before this point, and none later
             if (server := getattr(scope["app"].state, "server", None)) is not None:
                 self._drain.watch_signals(server)
-            await self._app(scope, receive, send)
+
+            async def send_and_note_start(message: Message) -> None:
+                await send(message)
+                if message["type"] == "lifespan.startup.complete":
+                    self._on_start()
+
+            await self._app(scope, receive, send_and_note_start)
             return
 
         path = route_path(scope)

@@ -53,7 +53,12 @@ class ServerPlugin:
             default=state.default,
             finds_tools=TOOLS in state.settings.exact_for,
         )
-        app.add_middleware(DrainMiddleware, drain=state.drain, silence=state.engine_problem)
+        app.add_middleware(
+            DrainMiddleware,
+            drain=state.drain,
+            silence=state.engine_problem,
+            on_start=lambda: log_page(app.state.args),
+        )
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Connect the server state to the engine client before the server listens.
@@ -63,14 +68,15 @@ class ServerPlugin:
         if engine_client is not None:
             state.kvgraft.connect(engine_client)
             hide_paths(state.openai_serving_models)
-            if not args.uds:
-                scheme = "https" if args.ssl_keyfile else "http"
-                logger.info(
-                    "KVGraft's page: %s://%s:%d/kvgraft",
-                    scheme,
-                    args.host or "127.0.0.1",
-                    args.port,
-                )
+
+
+def log_page(args: Namespace) -> None:
+    """Log the address of the page, after vLLM's list of routes, where it is seen."""
+    if not args.uds:
+        scheme = "https" if args.ssl_certfile else "http"
+        logger.info(
+            "KVGraft's page: %s://%s:%d/kvgraft", scheme, args.host or "127.0.0.1", args.port
+        )
 
 
 def hide_paths(models: Any) -> None:

@@ -124,6 +124,12 @@ def test_bob_cannot_name_the_namespace_of_alice(server: RunningServer, texts: An
     assert complete(server, ALICE, elsewhere(document))[0] > 0
 
 
+def test_the_log_of_the_start_ends_with_the_address_of_the_page(server: RunningServer):
+    log = server.log.read_text()
+    assert log.count(f"KVGraft's page: {server.url}/kvgraft\n") == 1
+    assert log.index("KVGraft's page") > log.rindex("Route: ")
+
+
 def test_reuse_can_be_switched_off_for_a_request(server: RunningServer, texts: Any):
     document = texts.document()
     complete(server, ALICE, document)
