@@ -30,6 +30,9 @@ from kvgraft.store.secret import CACHE_SECRET
 
 # time to send clients the last of their answers after the servers have ended
 FLUSH_S = 2.0
+# time for which an ingress that is replaced passes answers on, beyond the drain of one replica: its
+# replicas may be replaced long after it, and each stream ends when its replica has been drained
+INGRESS_S = 3600.0
 # margin for a process to answer, in addition to the time that the call itself may take
 CALL_S = 5.0
 
@@ -118,7 +121,7 @@ def assemble(
         max_ongoing_requests=1 << 16,
         ray_actor_options={"num_cpus": 0},
         logging_config=QUIET,
-        graceful_shutdown_timeout_s=options.drain_s,
+        graceful_shutdown_timeout_s=options.drain_s + INGRESS_S,
     )
 
     servers = replica.bind(options.command, _environment(options), environment_check, program)
