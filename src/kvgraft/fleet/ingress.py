@@ -11,7 +11,6 @@ from typing import Any
 from urllib.parse import quote
 
 import aiohttp
-import msgspec
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve import get_replica_context
 from ray.serve.exceptions import DeploymentUnavailableError
@@ -52,7 +51,8 @@ STATE_S = 5.0
 SHOWN_S = 1.0
 # Retry-After of a fleet that ends; a new fleet may be there by then
 RETRY_S = 10
-# last event of a stream
+# end of an event, and last event of a stream
+END = b"\n\n"
 LAST = b"data: [DONE]\n\n"
 # time within which a running stream produces its next token
 CUT_S = 1.0
@@ -168,7 +168,8 @@ class Ingress:
                 first = await anext(answer, b"")
                 if not head.is_stream:
                     return _answer(head, first + b"".join([part async for part in answer]))
-                return with_headers(StreamingResponse(self._rest(first, answer), head.status), head)
+                events = self._events(first, answer, request.target.partition("?")[0])
+                return with_headers(StreamingResponse(events, head.status), head)
             except (*FAILED, RayTaskError) as error:
                 cause = getattr(error, "cause", None)
                 if not isinstance(error, FAILED) and not isinstance(cause, FAILED):
@@ -188,24 +189,30 @@ class Ingress:
 
         return Refused(503, "two replicas have failed before they answered").response
 
-    async def _rest(self, first: bytes, answer: Any) -> AsyncGenerator[bytes]:
-        """Yield a stream's chunks as they arrive.
+    async def _events(self, first: bytes, answer: Any, path: str) -> AsyncGenerator[bytes]:
+        """Yield a stream's events as they arrive.
 
         If the client disconnects, the request is cancelled. If the replica fails or the fleet ends,
-        the stream ends with an error event.
+        the stream ends with an error event. A chunk can end within an event; such a part is passed
+        on with its rest, so that the error never stands in the middle of an event.
         """
         try:
-            yield first
+            events, end, part = first.rpartition(END)
+            if end:
+                yield events + end
             async for chunk in answer:
-                yield chunk
-                # cut only after a complete event
-                if self._is_cut and chunk.endswith(b"\n\n") and not chunk.endswith(LAST):
-                    yield _error("this fleet has ended")
-                    return
+                events, end, part = (part + chunk).rpartition(END)
+                if end:
+                    yield events + end
+                    if self._is_cut and not (events + end).endswith(LAST):
+                        yield Refused(503, "this fleet has ended").event(path)
+                        return
+            if part:
+                yield part
         except (*FAILED, RayTaskError) as error:
             logger.warning("a replica failed within a stream: %s", type(error).__name__)
             FIGURES.failed.labels("stream").inc()
-            yield _error("the server of this request has failed")
+            yield Refused(503, "the server of this request has failed").event(path)
         finally:
             with suppress(Exception):
                 answer.cancel()
@@ -323,9 +330,3 @@ def with_headers(response: Response, head: Head) -> Response:
     for name, value in head.headers:
         response.headers.append(name, value)
     return response
-
-
-def _error(message: str) -> bytes:
-    """Return the error event that ends a stream early."""
-    body = {"error": {"message": message, "type": "server_error", "code": 503}}
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"

@@ -3,9 +3,13 @@
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
+
+# routes whose server-sent events have a name
+NAMED_EVENTS = ("/v1/messages", "/v1/responses")
 
 
 class Refused(Exception):
@@ -43,6 +47,12 @@ class Refused(Exception):
         headers = {"WWW-Authenticate": self.challenge, "Retry-After": self.retry_after_s}
         given = {name: str(value) for name, value in headers.items() if value is not None}
         return JSONResponse({"error": self.error}, self.status, given)
+
+    def event(self, path: str) -> bytes:
+        """Return the server-sent event that ends a stream of this route with the error."""
+        name = b"event: error\n" if path in NAMED_EVENTS else b""
+        data = msgspec.json.encode({"type": "error", "error": self.error})
+        return name + b"data: " + data + b"\n\n"
 
 
 async def answer_refusal(_: Request, refused: Exception) -> Response:

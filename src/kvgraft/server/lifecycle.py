@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-import msgspec
 import psutil
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,8 +28,6 @@ POLL_S = 0.05
 RETRY_AFTER_S = 5
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 OPEN_IN_DRAIN = METRICS_ROUTES | PAGE_ROUTES
-# routes whose server-sent events have a name
-NAMED_EVENTS = ("/v1/messages", "/v1/responses")
 # Every child process seen. A grandchild whose parent has died can be found in this set only.
 _seen: set[psutil.Process] = set()
 
@@ -227,11 +224,7 @@ class _Answer:
         if not self._has_started:
             await refuse(error, scope, receive, self._send)
         elif self._is_stream and not self._is_whole:
-            name = b"event: error\n" if path in NAMED_EVENTS else b""
-            data = msgspec.json.encode({"type": "error", "error": error.error})
-            await self._send(
-                {"type": "http.response.body", "body": name + b"data: " + data + b"\n\n"}
-            )
+            await self._send({"type": "http.response.body", "body": error.event(path)})
 
 
 def note_children() -> None:
