@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from fleets import SETTINGS, START_S, Corpus, running_fleet
+from fleets import SETTINGS, START_S, Corpus, RunningFleet, running_fleet
 
 from kvgraft.fleet.ingress import RETRY_S
 
@@ -23,6 +23,15 @@ DRAIN_S = 2
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_until_up(fleet: RunningFleet) -> None:
+    """Wait until the command says that the fleet is up: it answers a little earlier, and a signal
+    would end its start."""
+    deadline = time.monotonic() + START_S
+    while "kvgraft fleet: http" not in fleet.log.read_text(errors="replace"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 @pytest.mark.slow
@@ -47,6 +56,7 @@ def test_a_fleet_that_is_interrupted_ends_all_that_it_has_started(tmp_path: Path
     with running_fleet(
         ["--replicas", "1", "--drain-s", str(DRAIN_S)], tmp_path / "log", {}
     ) as fleet:
+        wait_until_up(fleet)
         [replica] = fleet.wait_for(1)
         processes = psutil.Process(fleet.process.pid).children(recursive=True)
         engine = psutil.Process(replica["server_pid"]).children(recursive=True)
@@ -115,9 +125,7 @@ def test_a_second_signal_ends_the_drain(tmp_path: Path):
     sent = {"model": "bundled", "prompt": Corpus(20, 1).prompt(0)[0], "ignore_eos": True}
     sent |= {"stream": True, "max_tokens": 3000, "n": 8}
     with running_fleet(["--replicas", "1", "--drain-s", "3000"], tmp_path / "log", {}) as fleet:
-        # it answers a little earlier, and a signal would end its start
-        while "kvgraft fleet: http" not in fleet.log.read_text(errors="replace"):
-            time.sleep(0.2)
+        wait_until_up(fleet)
         processes = psutil.Process(fleet.process.pid).children(recursive=True)
         with fleet.http() as client, client.stream("POST", "/v1/completions", json=sent) as stream:
             texts = stream.iter_text()
