@@ -17,10 +17,13 @@ from kvgraft.cli import app, run
 from kvgraft.policies.profile import POLICY_FILE, Interval, MeasuredPolicy, PolicyProfile
 from kvgraft_lab.evaluate.calibration import (
     ALIKE,
+    CANDIDATES,
     CHECKING,
     CHOOSING,
     CalibrationSettings,
+    candidates,
     choose,
+    explain,
     render,
 )
 from kvgraft_lab.evaluate.runner import ROWS, read_rows
@@ -74,6 +77,40 @@ def test_what_answers_wrong_about_documents_that_look_alike_is_not_chosen():
     assert choose([*tried, measured("sparsex", 0.2, 0.1, right)], 0.25).policy == "sparsex"
     assert choose([*tried, measured("sparsex", 0.2, 0.1, right)], 0.15).policy == "spread"
     assert choose([*tried, measured("epic", 0.1, 0.01, worse)], 0.15).policy == "spread"
+
+
+def test_the_choice_is_explained_in_words():
+    worse = (-0.5, -0.7, -0.3)
+    tried = (
+        measured("naive", 0.03, 0.2, worse),
+        measured("spread", 0.12, 0.02, (-0.1, -0.3, 0.1)),
+        MeasuredPolicy("epic", 0.1, (0.03, 0.01, 0.05), (0.0, 0.0, 0.0)),
+        measured("sparsex", 0.4, 0.01),
+    )
+
+    def explained(policy: str, *tried: MeasuredPolicy) -> list[str]:
+        noise = (0.1, 0.1, 0.1)
+        return explain(
+            PolicyProfile("m", policy, tried[0], noise, "texts", 2, 512, tried, 0.25)
+        ).splitlines()
+
+    assert explained("spread", *tried) == [
+        "Chosen: spread. It has the least KL of the 2 policies that are left.",
+        "Over the budget of 25% of the FLOPs: sparsex.",
+        "Fewer right answers where documents look alike: naive.",
+        "Next: epic, with 1.50 times the KL (the intervals overlap) at 10% of the FLOPs.",
+    ]
+    assert explained("naive", tried[0], measured("epic", 0.1, 0.1, worse)) == [
+        "Chosen: naive. Every policy within the budget answers fewer questions right than full "
+        "recomputation where documents look alike; it loses the fewest."
+    ]
+
+
+def test_redknot_is_tried_where_there_is_a_head_map(tmp_path: Path):
+    model = link_model(tmp_path / "model")
+    (model / "heads.json").unlink()
+    assert candidates(Engine(model, num_pages=32)) == CANDIDATES
+    assert candidates(Engine(MODEL_DIR, num_pages=32)) == (*CANDIDATES, "redknot")
 
 
 @pytest.fixture(scope="module")

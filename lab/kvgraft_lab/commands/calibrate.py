@@ -1,6 +1,7 @@
 """The command that chooses a policy for a model and the user's own texts."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -49,7 +50,11 @@ def calibrate(
         Path, typer.Option(help="Directory of the answers; one that holds a part is continued.")
     ] = Path("calibration"),
     policies: Annotated[
-        str | None, typer.Option(help="Candidates, by semicolons.", show_default="ten")
+        str | None,
+        typer.Option(
+            help="Candidates, by semicolons.",
+            show_default="twelve, and redknot if the model has a head map",
+        ),
     ] = None,
     budget: Annotated[
         float, typer.Option(help="Of full's FLOPs, that the policy may take.")
@@ -72,15 +77,14 @@ def calibrate(
     out = model / POLICY_FILE if out is None else out
     check_output(out)
     found, described = _texts(texts or [], trace or [], bundled=model == MODEL_DIR)
-    named = (
-        [one.strip() for one in policies.split(";") if one.strip()]
-        if policies
-        else calibration.CANDIDATES
-    )
+    named = [one.strip() for one in (policies or "").split(";") if one.strip()]
+    # bad values are reported before the model loads
     settings = calibration.CalibrationSettings(
-        found, described, named, items, length, segments, budget, seed
+        found, described, named or calibration.CANDIDATES, items, length, segments, budget, seed
     )
-    engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, policies=named)
+    engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, policies=settings.policies)
+    if not named:
+        settings = replace(settings, policies=calibration.candidates(engine))
     with progress_bar(progress_console, "calibrating") as on_progress:
         profile = calibration.calibrate(
             engine, settings, results, on_progress, testbed=model == MODEL_DIR

@@ -40,7 +40,11 @@ CANDIDATES = (
     "spread",
     "spread:recompute_share=0.05",
     "spread:recompute_share=0.1",
+    "samkv",
+    "condense",
 )
+# candidates that need a head map, by `kvgraft profile-heads`
+WITH_HEAD_MAP = ("redknot",)
 # share of full's floating-point operations; TTFT is then about 4 times shorter than full's
 BUDGET = 0.25
 # names of the evaluations' directories
@@ -116,6 +120,11 @@ class CalibrationSettings:
         )
 
 
+def candidates(engine: Engine) -> tuple[str, ...]:
+    """Return the default candidates that the engine can run."""
+    return (*CANDIDATES, *WITH_HEAD_MAP) if engine.head_map else CANDIDATES
+
+
 def calibrate(
     engine: Engine,
     settings: CalibrationSettings,
@@ -159,6 +168,7 @@ def calibrate(
         prompts=full.prompts,
         tokens=settings.length,
         tried=tried,
+        budget=settings.budget,
         far_mass=_far_mass(engine, list(settings.texts.values())),
     )
 
@@ -172,15 +182,51 @@ def choose(tried: Sequence[MeasuredPolicy], budget: float) -> MeasuredPolicy:
     Raises:
         ValueError: no policy is within the budget.
     """
-    within = [one for one in tried if one.flops <= budget]
+    within, right = _remaining(tried, budget)
     if not within:
         least = min(tried, key=lambda one: one.flops)
         raise ValueError(
             f"no policy is within a budget of {budget:.1%}: {least.policy} takes {least.flops:.1%}"
         )
-    if right := [one for one in within if not one.fails_alike]:
+    if right:
         return min(right, key=lambda one: one.kl[0])
     return max(within, key=lambda one: ((one.alike or (0.0,))[0], -one.kl[0]))
+
+
+def explain(profile: PolicyProfile) -> str:
+    """Return in words why the policy was chosen, and why the others were not."""
+    within, right = _remaining(profile.tried, profile.budget)
+    chosen = next(one for one in profile.tried if one.policy == profile.policy)
+    over = [one.policy for one in profile.tried if one not in within]
+    failed = [one.policy for one in within if one.fails_alike and one != chosen]
+    rivals = sorted((one for one in right if one != chosen), key=lambda one: one.kl[0])
+
+    lines = [
+        f"Chosen: {chosen.policy}. It has the least KL of the {len(right)} policies that are left."
+        if right
+        else f"Chosen: {chosen.policy}. Every policy within the budget answers fewer questions "
+        "right than full recomputation where documents look alike; it loses the fewest."
+    ]
+    if over:
+        lines.append(f"Over the budget of {profile.budget:.0%} of the FLOPs: {', '.join(over)}.")
+    if failed and right:
+        lines.append(f"Fewer right answers where documents look alike: {', '.join(failed)}.")
+    for one in rivals[:1]:
+        overlap = one.kl[1] <= chosen.kl[2]
+        lines.append(
+            f"Next: {one.policy}, with {one.kl[0] / max(chosen.kl[0], 1e-9):.2f} times the KL"
+            f"{' (the intervals overlap)' if overlap else ''} at {one.flops:.0%} of the FLOPs."
+        )
+    return "\n".join(lines)
+
+
+def _remaining(
+    tried: Sequence[MeasuredPolicy], budget: float
+) -> tuple[list[MeasuredPolicy], list[MeasuredPolicy]]:
+    """Return the policies within the budget, and those that are also right about documents that
+    look alike."""
+    within = [one for one in tried if one.flops <= budget]
+    return within, [one for one in within if not one.fails_alike]
 
 
 LEGEND = (
@@ -213,6 +259,7 @@ def render(profile: PolicyProfile) -> RenderableType:
     return Group(
         table,
         Text(LEGEND, style="dim"),
+        Text(explain(profile)),
         Text(f"{profile}, on as many prompts that have chosen nothing"),
     )
 

@@ -49,6 +49,7 @@ class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=
         texts: origin of the texts in the prompts.
         prompts: number of prompts that the choice was made on, of about `tokens` tokens each.
         tried: every policy, on these prompts.
+        budget: greatest share of full recomputation's floating-point operations that was allowed.
         far_mass: [L][Hkv] share of each KV head's attention outside sinks and a window, a hint for
             `profile-heads`; empty if the texts were too short.
     """
@@ -60,6 +61,7 @@ class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=
     prompts: int
     tokens: int
     tried: tuple[MeasuredPolicy, ...]
+    budget: float = 1.0
     far_mass: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
