@@ -14,15 +14,24 @@ from rich.console import Console
 
 from kvgraft import Engine, Request
 from kvgraft.cli import app, run
-from kvgraft.policies.profile import POLICY_FILE, Interval, MeasuredPolicy, PolicyProfile
+from kvgraft.policies.profile import (
+    POLICY_FILE,
+    Interval,
+    MeasuredMatching,
+    MeasuredPolicy,
+    PolicyProfile,
+)
+from kvgraft.vllm.settings import KVGraftSettings
 from kvgraft_lab.evaluate.calibration import (
     ALIKE,
     CANDIDATES,
     CHECKING,
     CHOOSING,
+    EDITED,
     CalibrationSettings,
     candidates,
     choose,
+    choose_matching,
     explain,
     render,
 )
@@ -106,6 +115,38 @@ def test_the_choice_is_explained_in_words():
     ]
 
 
+def test_the_cheapest_matching_within_order_noise_is_chosen():
+    noise = (0.02, 0.01, 0.03)
+
+    def chosen(exact: tuple[float, float], similar: tuple[float, float]) -> str:
+        return choose_matching(
+            [
+                MeasuredMatching("exact", exact[0], (exact[1],) * 3),
+                MeasuredMatching("similar", similar[0], (similar[1],) * 3),
+            ],
+            noise,
+        )
+
+    assert chosen((0.5, 0.01), (0.2, 0.015)) == "similar"
+    assert chosen((0.5, 0.01), (0.2, 0.05)) == "exact"
+    assert chosen((0.2, 0.01), (0.3, 0.01)) == "exact"
+    assert chosen((0.5, 0.05), (0.2, 0.05)) == "exact"
+
+
+def test_an_engine_and_a_server_match_as_the_profile_says(tmp_path: Path):
+    model = link_model(tmp_path / "model")
+    exact = profile_of(Engine(model, num_pages=32).config.identity)
+    for profile in (exact, msgspec.structs.replace(exact, match="similar")):
+        file = tmp_path / f"{profile.match}.json"
+        profile.save(file)
+        similar = profile.match == "similar"
+        assert Engine(model, num_pages=32, profile=file).index.knows_similar == similar
+        assert not Engine(model, num_pages=32, profile=file, match="exact").index.knows_similar
+        settings = KVGraftSettings(profile=str(file))
+        assert (settings.default_match, settings.similarity is not None) == (profile.match, similar)
+        assert KVGraftSettings(profile=str(file), match="exact").similarity is None
+
+
 def test_redknot_is_tried_where_there_is_a_head_map(tmp_path: Path):
     model = link_model(tmp_path / "model")
     (model / "heads.json").unlink()
@@ -140,6 +181,13 @@ def test_a_profile_says_what_chose_and_what_to_expect(calibrated: Path):
         ("alike", "alone", policy) for policy in ("full", "naive", "transitive")
     }
     assert all(one.alike is not None for one in profile.tried)
+    assert [one.match for one in profile.edited] == ["exact", "similar"]
+    assert profile.match == choose_matching(profile.edited, profile.order_noise)
+    for match, name in EDITED.items():
+        rows = read_rows(calibrated / "results" / name)
+        [one] = [one for one in profile.edited if one.match == match]
+        kl = [row.answer.distances["answer_kl"] for row in rows if row.policy == profile.policy]
+        assert one.kl[0] == pytest.approx(sum(kl) / len(kl), abs=1e-6)
     assert len(profile.far_mass) == 8
     assert all(0 <= mass <= 1 for row in profile.far_mass for mass in row)
     assert (calibrated / "results" / "calibration.png").stat().st_size > 5000
@@ -168,7 +216,7 @@ def test_a_calibration_that_was_stopped_goes_on(
     calibrated: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
     results = tmp_path / "results"
-    for name in (CHOOSING, ALIKE, CHECKING):
+    for name in (CHOOSING, ALIKE, CHECKING, *EDITED.values()):
         (results / name).mkdir(parents=True)
         for file in (calibrated / "results" / name).iterdir():
             (results / name / file.name).write_bytes(file.read_bytes())

@@ -82,7 +82,14 @@ def calibrate(
     settings = calibration.CalibrationSettings(
         found, described, named or calibration.CANDIDATES, items, length, segments, budget, seed
     )
-    engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, policies=settings.policies)
+    engine = load(
+        model,
+        dtype=dtype,
+        device=device,
+        kv_gib=kv_gib,
+        policies=settings.policies,
+        match="similar",
+    )
     if not named:
         settings = replace(settings, policies=calibration.candidates(engine))
     with progress_bar(progress_console, "calibrating") as on_progress:

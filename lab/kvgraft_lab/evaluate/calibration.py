@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from msgspec.structs import replace
@@ -17,7 +18,12 @@ from rich.text import Text
 from kvgraft.cli.progress import OnProgress
 from kvgraft.engine.engine import Engine
 from kvgraft.methods import require_at_least
-from kvgraft.policies.profile import Interval, MeasuredPolicy, PolicyProfile
+from kvgraft.policies.profile import (
+    Interval,
+    MeasuredMatching,
+    MeasuredPolicy,
+    PolicyProfile,
+)
 from kvgraft_lab.evaluate.heads import measure, text_samples
 from kvgraft_lab.evaluate.hosts import NativeHost
 from kvgraft_lab.evaluate.runner import EvalSettings, run
@@ -26,9 +32,10 @@ from kvgraft_lab.evaluate.statistics import Estimate
 from kvgraft_lab.evaluate.summaries import Summary, summarise
 from kvgraft_lab.evaluate.tasks import GENERATED
 from kvgraft_lab.evaluate.tasks.alike import make_alike
-from kvgraft_lab.evaluate.tasks.items import QUESTIONS
-from kvgraft_lab.evaluate.tasks.own import make_own
+from kvgraft_lab.evaluate.tasks.items import QUESTIONS, Suite
+from kvgraft_lab.evaluate.tasks.own import edit_known, make_own
 
+Match = Literal["exact", "similar"]
 CANDIDATES = (
     "naive",
     "epic:start_tokens=8",
@@ -49,6 +56,9 @@ WITH_HEAD_MAP = ("redknot",)
 BUDGET = 0.25
 # names of the evaluations' directories
 CHOOSING, ALIKE, CHECKING = "choosing", "alike", "checking"
+EDITED: Mapping[Match, str] = {"exact": "edited-exact", "similar": "edited-similar"}
+# share of the words that are edited in the prompts that choose the matching
+EDITED_SHARE = 0.02
 # tokens and segments of prompts about similar documents
 ALIKE_LENGTH, ALIKE_SEGMENTS = 512, 4
 # samples for the measurement of heads
@@ -95,11 +105,20 @@ class CalibrationSettings:
         as all other work.
         """
         suite = make_own(self.texts, "test" if checks else "dev")
+        return dataclasses.replace(self._evaluation(suite, policies), order_noise=checks)
+
+    def edited_evaluation(self, policy: str) -> EvalSettings:
+        """Return the settings of prompts whose known texts have been edited since they were read.
+
+        They are otherwise those that check.
+        """
+        return self._evaluation(edit_known(make_own(self.texts, "test"), EDITED_SHARE), (policy,))
+
+    def _evaluation(self, suite: Suite, policies: Sequence[str]) -> EvalSettings:
         per_task = -(-self.items // len(suite.tasks))
         return EvalSettings(
             (suite,), ("full", *policies), (self.length,), self.segments, items=per_task,
             seed=self.seed,
-            order_noise=checks,
         )  # fmt: skip
 
     def alike_evaluation(self, policies: Sequence[str], *, testbed: bool) -> EvalSettings:
@@ -143,12 +162,12 @@ def calibrate(
         ValueError: the texts are too short, no policy is within the budget, or the directory holds
             another calibration.
     """
-    host, policies = NativeHost(engine), tuple(dict.fromkeys(settings.policies))
+    host, policies = NativeHost(engine, match="exact"), tuple(dict.fromkeys(settings.policies))
     choosing = run(
         settings.evaluation(policies, checks=False), host, directory / CHOOSING, on_progress
     )
     full, *others = summarise(choosing, "all")
-    asking = NativeHost(engine, distances=False)
+    asking = NativeHost(engine, distances=False, match="exact")
     alike = run(
         settings.alike_evaluation(policies, testbed=testbed), asking, directory / ALIKE, on_progress
     )
@@ -159,16 +178,25 @@ def calibrate(
         settings.evaluation((chosen.policy,), checks=True), host, directory / CHECKING, on_progress
     )
     found = {one.policy: one for one in summarise(checking, "all")}
+    noise = _interval(found[ORDER_NOISE].answer_kl)
+    asked, edited = settings.edited_evaluation(chosen.policy), []
+    for match, name in EDITED.items():
+        rows = run(asked, NativeHost(engine, match=match), directory / name, on_progress)
+        _, one = summarise(rows, "all")
+        edited.append(MeasuredMatching(match, one.flops, _interval(one.answer_kl)))
+
     return PolicyProfile(
         model=engine.config.identity,
         policy=chosen.policy,
         expected=replace(_measured(found[chosen.policy]), alike=chosen.alike),
-        order_noise=_interval(found[ORDER_NOISE].answer_kl),
+        order_noise=noise,
         texts=settings.described,
         prompts=full.prompts,
         tokens=settings.length,
         tried=tried,
         budget=settings.budget,
+        match=choose_matching(edited, noise),
+        edited=tuple(edited),
         far_mass=_far_mass(engine, list(settings.texts.values())),
     )
 
@@ -191,6 +219,13 @@ def choose(tried: Sequence[MeasuredPolicy], budget: float) -> MeasuredPolicy:
     if right:
         return min(right, key=lambda one: one.kl[0])
     return max(within, key=lambda one: ((one.alike or (0.0,))[0], -one.kl[0]))
+
+
+def choose_matching(edited: Sequence[MeasuredMatching], order_noise: Interval) -> str:
+    """Return the matching with the least work, among those whose KL is at most order noise; `exact`
+    if there is none."""
+    near = [one for one in edited if one.kl[0] <= order_noise[0]]
+    return min(near, key=lambda one: one.flops).match if near else "exact"
 
 
 def explain(profile: PolicyProfile) -> str:
@@ -216,6 +251,15 @@ def explain(profile: PolicyProfile) -> str:
         lines.append(
             f"Next: {one.policy}, with {one.kl[0] / max(chosen.kl[0], 1e-9):.2f} times the KL"
             f"{' (the intervals overlap)' if overlap else ''} at {one.flops:.0%} of the FLOPs."
+        )
+    if profile.edited:
+        measured = ", ".join(
+            f"{one.match} matching computes {one.flops:.0%} of the FLOPs at KL {one.kl[0]:.4f}"
+            for one in profile.edited
+        )
+        lines.append(
+            f"Matching: {profile.match}. Where {EDITED_SHARE:.0%} of the words have been edited, "
+            f"{measured} (order noise {profile.order_noise[0]:.4f})."
         )
     return "\n".join(lines)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import httpx
 
@@ -122,10 +122,17 @@ class NativeHost:
     Args:
         distances: also measure each answer along full's; this takes one more answer wherever the
             two differ.
+        match: `exact` or `similar`; None is the engine's own.
     """
 
-    def __init__(self, engine: Engine, *, distances: bool = True) -> None:
-        self.engine, self._distances = engine, distances
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        distances: bool = True,
+        match: Literal["exact", "similar"] | None = None,
+    ) -> None:
+        self.engine, self._distances, self._match = engine, distances, match
 
     @cached_property
     def chat(self) -> Chat | None:
@@ -139,7 +146,9 @@ class NativeHost:
             "device": str(decoder.device),
             "head map": self.engine.head_map.digest if self.engine.head_map else None,
             "head paging": self.engine.memory.cache.layout.num_local_lists > 0,
-        } | ({} if self._distances else {"distances": False})  # fmt: skip
+        } | ({} if self._distances else {"distances": False}) | (
+            {"match": self._match} if self._match else {}
+        )  # fmt: skip
 
     def answers(
         self, item: Item, policies: Sequence[str], orders: Orders = ()
@@ -157,7 +166,10 @@ class NativeHost:
         for number, ask in enumerate(item.phase_2):
             first = number % len(policies)
             turns = (*policies[first:], *policies[:first])
-            asked = {name: _request(name, ask, reused, chat) for name in turns}
+            asked = {
+                name: replace(_request(name, ask, reused, chat), match=self._match)
+                for name in turns
+            }
             results = {name: send(self.engine, asked[name]) for name in asked}
             truth = results["full"]
             scored = self._scored(asked, results)

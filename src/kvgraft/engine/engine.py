@@ -87,9 +87,10 @@ class Engine:
         layout, self._model = lay_out(
             config, self.decoder.dtype, self.head_map, head_paging=options.head_paging
         )
+        found = self.profile.match if self.profile else None
         served = [self.policy, *map(parse_policy, options.policies)]
         needed, similarity = needs(
-            served, options.residual_layers, options.match, config.num_layers
+            served, options.residual_layers, options.match or found, config.num_layers
         )
         pool, cache = make_pool(
             self.decoder,

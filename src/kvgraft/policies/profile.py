@@ -6,6 +6,7 @@ from hashlib import sha256
 
 import msgspec
 
+from kvgraft.core.segmentation import parse_match
 from kvgraft.kv.profiles import ModelProfile
 from kvgraft.policies import parse_policy
 
@@ -38,6 +39,19 @@ class MeasuredPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.alike is not None and self.alike[2] < 0
 
 
+class MeasuredMatching(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Means over prompts whose known texts have been edited since they were read.
+
+    Attributes:
+        match: `exact` or `similar`.
+        flops, kl: see `MeasuredPolicy`.
+    """
+
+    match: str
+    flops: float
+    kl: Interval
+
+
 class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=True):
     """The policy that was chosen for a checkpoint, and its expected quality.
 
@@ -50,6 +64,8 @@ class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=
         prompts: number of prompts that the choice was made on, of about `tokens` tokens each.
         tried: every policy, on these prompts.
         budget: greatest share of full recomputation's floating-point operations that was allowed.
+        match: matching of known text, `exact` or `similar`, where no setting names one.
+        edited: the chosen policy with both, on texts that have been edited.
         far_mass: [L][Hkv] share of each KV head's attention outside sinks and a window, a hint for
             `profile-heads`; empty if the texts were too short.
     """
@@ -62,10 +78,13 @@ class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=
     tokens: int
     tried: tuple[MeasuredPolicy, ...]
     budget: float = 1.0
+    match: str = "exact"
+    edited: tuple[MeasuredMatching, ...] = ()
     far_mass: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         parse_policy(self.policy)
+        parse_match(self.match)
 
     @classmethod
     def describe(cls) -> str:

@@ -69,7 +69,7 @@ async def status(request: Request) -> dict[str, Any]:
         "model": request.app.state.openai_serving_models.model_name(),
         "policy": state.settings.default_policy,
         "profile": state.default.profile,
-        "match": state.settings.match or state.default.policy.match,
+        "match": state.settings.default_match,
         "uptime_s": time.monotonic() - STARTED,
         "engine_silent_s": state.engine_silent_s,
         "view": {"tenant": principal.tenant.name, "is_admin": principal.is_admin},

@@ -49,7 +49,14 @@ class KVGraftSettings(SettingFields):
     @property
     def similarity(self) -> Similarity | None:
         """Definition of near-duplicates; None if they are not matched."""
-        return parse_match(self.match or parse_policy(self.default_policy).match)
+        return parse_match(self.default_match)
+
+    @property
+    def default_match(self) -> str:
+        """Matching of requests that name none."""
+        named = self.policy_profile.match if self.policy_profile else "exact"
+        by_policy = parse_policy(self.default_policy).match
+        return self.match or (named if by_policy == "exact" else by_policy)
 
     @property
     def target(self) -> Target | None:

@@ -10,6 +10,7 @@ full's own answer.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from hashlib import sha256
 from random import Random
@@ -90,6 +91,38 @@ def _write(
 
     ask = Ask(task, (question,), (behind,), ANSWER, "f1", begun=begun)
     return write_item(rng, INSTRUCTION, drawn, pattern, [ask])
+
+
+def edit_known(suite: Suite, share: float) -> Suite:
+    """Return the suite with this share of the words replaced in every text that is read before, as
+    if the texts had been edited since. Its name, and so its prompts, stay.
+    """
+    return replace(
+        suite,
+        description=f"{suite.description}, {share:.0%} of the words edited",
+        make=partial(_write_edited, suite.make, share),
+    )
+
+
+def _write_edited(
+    make: Callable[[Random, Shape, str, Pattern], Item],
+    share: float,
+    rng: Random,
+    shape: Shape,
+    task: str,
+    pattern: Pattern,
+) -> Item:
+    item = make(rng, shape, task, pattern)
+    read = tuple(tuple(_edit(text, share) for text in texts) for texts in item.phase_1)
+    return replace(item, phase_1=read)
+
+
+def _edit(text: str, share: float) -> str:
+    """Replace words by other words of the text, the same ones in equal texts."""
+    rng, words = Random(text), text.split(" ")  # noqa: S311
+    for place in rng.sample(range(len(words)), round(share * len(words))):
+        words[place] = rng.choice(words)
+    return " ".join(words)
 
 
 def _cut(texts: Iterable[str], size: int) -> Iterator[str]:
