@@ -146,6 +146,13 @@ def test_an_engine_and_a_server_match_as_the_profile_says(tmp_path: Path):
         assert (settings.default_match, settings.similarity is not None) == (profile.match, similar)
         assert KVGraftSettings(profile=str(file), match="exact").similarity is None
 
+    file = tmp_path / "policy.json"
+    msgspec.structs.replace(exact, policy="similar").save(file)
+    assert Engine(model, num_pages=32, profile=file).index.knows_similar
+    assert KVGraftSettings(profile=str(file)).similarity is not None
+    exact.save(file)
+    assert Engine(model, num_pages=32, profile=file, policies=["similar"]).index.knows_similar
+
 
 def test_redknot_is_tried_where_there_is_a_head_map(tmp_path: Path):
     model = link_model(tmp_path / "model")

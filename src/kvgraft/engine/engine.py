@@ -41,6 +41,7 @@ from kvgraft.kv.documents import DocumentStore
 from kvgraft.methods import require_at_least
 from kvgraft.models import find_model
 from kvgraft.policies import parse_policy
+from kvgraft.policies.profile import default_match
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft.prefill.documents.library import Library
 from kvgraft.setting_schema import with_keywords
@@ -87,11 +88,9 @@ class Engine:
         layout, self._model = lay_out(
             config, self.decoder.dtype, self.head_map, head_paging=options.head_paging
         )
-        found = self.profile.match if self.profile else None
         served = [self.policy, *map(parse_policy, options.policies)]
-        needed, similarity = needs(
-            served, options.residual_layers, options.match or found, config.num_layers
-        )
+        match = options.match or default_match(served, self.profile)
+        needed, similarity = needs(served, options.residual_layers, match, config.num_layers)
         pool, cache = make_pool(
             self.decoder,
             layout,

@@ -93,12 +93,11 @@ def make_pool(
 def needs(
     policies: Sequence[Policy],
     residual_layers: Sequence[int],
-    match: str | Similarity | None,
+    match: str | Similarity,
     num_layers: int,
 ) -> tuple[set[int], Similarity | None]:
     """Return the residual layers to cache and the near-duplicate matching that these policies and
     the caller need."""
     layers = set(residual_layers)
     layers.update(layer for policy in policies for layer in policy.residual_layers(num_layers))
-    usual = "similar" if any(policy.match == "similar" for policy in policies) else "exact"
-    return layers, match if isinstance(match, Similarity) else parse_match(match or usual)
+    return layers, match if isinstance(match, Similarity) else parse_match(match)

@@ -1,6 +1,7 @@
 """Policy profile of a model: the policy that `kvgraft calibrate` has chosen, stored as JSON with
 the weights."""
 
+from collections.abc import Iterable
 from functools import cached_property
 from hashlib import sha256
 
@@ -9,6 +10,7 @@ import msgspec
 from kvgraft.core.segmentation import parse_match
 from kvgraft.kv.profiles import ModelProfile
 from kvgraft.policies import parse_policy
+from kvgraft.prefill.context import Policy
 
 POLICY_FILE = "policy.json"  # in a model directory
 Interval = tuple[float, float, float]  # mean, and the ends of its 95 % interval
@@ -117,3 +119,10 @@ class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=
             f", {self.expected.alike[0]:+.0%} right answers about documents that look "
             f"alike{warning}"
         )
+
+
+def default_match(policies: Iterable[Policy], profile: PolicyProfile | None) -> str:
+    """Return the matching where no setting names one: `similar` if a policy or the profile needs
+    it, else `exact`."""
+    named = {policy.match for policy in policies} | ({profile.match} if profile else set())
+    return "similar" if "similar" in named else "exact"

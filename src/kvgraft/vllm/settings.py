@@ -11,7 +11,7 @@ from kvgraft.core.segmentation import Similarity, parse_match
 from kvgraft.guard.target import Target
 from kvgraft.methods import check_options
 from kvgraft.policies import DEFAULT_POLICY, parse_policy
-from kvgraft.policies.profile import PolicyProfile
+from kvgraft.policies.profile import PolicyProfile, default_match
 from kvgraft.setting_schema import check_declared
 from kvgraft.store import StoreOptions
 from kvgraft.vllm.options import RequestOptions
@@ -54,9 +54,8 @@ class KVGraftSettings(SettingFields):
     @property
     def default_match(self) -> str:
         """Matching of requests that name none."""
-        named = self.policy_profile.match if self.policy_profile else "exact"
-        by_policy = parse_policy(self.default_policy).match
-        return self.match or (named if by_policy == "exact" else by_policy)
+        policy = parse_policy(self.default_policy)
+        return self.match or default_match([policy], self.policy_profile)
 
     @property
     def target(self) -> Target | None:
