@@ -323,8 +323,12 @@ HANDED = {
     ): f"{TOKENIZE}.serving:ServingTokenization",
     ("server/engine_client.py", "", "lora_request"): LORA,
     ("server/pin_routes.py", "", "models"): f"{MODELS}.serving:OpenAIServingModels",
-    ("server/plugin.py", "hide_paths", "models"): f"{MODELS}.serving:OpenAIServingModels",
-    ("server/plugin.py", "hide_paths", "card"): "vllm.entrypoints.serve.engine.protocol:ModelCard",
+    ("patches/model_list.py", "hide_paths", "models"): f"{MODELS}.serving:OpenAIServingModels",
+    (
+        "patches/model_list.py",
+        "hide_paths",
+        "card",
+    ): "vllm.entrypoints.serve.engine.protocol:ModelCard",
     (
         "server/status.py",
         "",

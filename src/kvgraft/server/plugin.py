@@ -5,7 +5,6 @@ if `VLLM_PLUGINS` names it; `kvgraft serve` sets this variable.
 """
 
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,6 +15,7 @@ from kvgraft.server.errors import Refused, answer_refusal
 from kvgraft.server.lifecycle import DrainMiddleware
 from kvgraft.server.middleware import ServerMiddleware
 from kvgraft.server.server_state import ServerState
+from kvgraft.vllm.patches.model_list import hide_paths
 from kvgraft.vllm.setting_fields import TOOLS
 
 # a child of vLLM's logger, so that its handler prints the messages
@@ -77,23 +77,3 @@ def log_page(args: Namespace) -> None:
         logger.info(
             "KVGraft's page: %s://%s:%d/kvgraft", scheme, args.host or "127.0.0.1", args.port
         )
-
-
-def hide_paths(models: Any) -> None:
-    """Make `/v1/models` give the name of a model or adapter where vLLM gives its path on this
-    machine (`root`). An address that is no local path stays.
-
-    Args:
-        models: vLLM's `OpenAIServingModels`.
-    """
-    show = models.show_available_models
-
-    async def show_names() -> Any:
-        found = await show()
-        for card in found.data:
-            path = Path(card.root)
-            if path.is_absolute() or path.exists():
-                card.root = card.id
-        return found
-
-    models.show_available_models = show_names

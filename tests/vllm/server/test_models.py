@@ -15,7 +15,7 @@ from gguf_files import make_gguf
 from kvgraft.core.prompt import render_chat
 from kvgraft.engine.text import load_tokenizer
 from kvgraft.models import get_model
-from kvgraft.server.plugin import hide_paths
+from kvgraft.vllm.patches.model_list import hide_paths
 
 FLAGS = ["--dtype", "float32", "--num-gpu-blocks-override", "64", "--kvgraft-costs", "tokens"]
 MESSAGE = {"role": "user", "content": "where is the hen? " * 20}
