@@ -25,6 +25,7 @@ from kvgraft_lab.evaluate.prompts import as_text, find_chat
 from kvgraft_lab.evaluate.scoring import ANSWER_TOKENS, native_distances
 from kvgraft_lab.evaluate.statistics import bootstrap
 from kvgraft_lab.evaluate.tasks import Shape, find_suites
+from kvgraft_lab.evaluate.tasks.texts import edit_words
 from research.cross_query.boundary import Seen, Truth, Watched
 from research.cross_query.divergence import MovedSegment, moved_segments
 
@@ -70,7 +71,7 @@ def main(
         for number, item in enumerate(made, 1):
             engine.clear_cache()
             for read in item.phase_1:
-                edited = [read[0], *(_edit(rng, text, edits) for text in read[1:])]
+                edited = [read[0], *(edit_words(rng, text, edits) for text in read[1:])]
                 _ask(engine, as_text(edited, chat), "full", 1, remember=True)
             ask = item.phase_2[0]
             prompt = as_text(ask.segments, chat, ask.begun)
@@ -80,14 +81,6 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     Console().print(render(found))
-
-
-def _edit(rng: Random, text: str, share: float) -> str:
-    """Some words replaced by others of the text."""
-    words = text.split(" ")
-    for place in rng.sample(range(len(words)), round(share * len(words))):
-        words[place] = rng.choice(words)
-    return " ".join(words)
 
 
 def _ask(

@@ -106,12 +106,12 @@ def test_the_choice_is_explained_in_words():
     assert explained("spread", *tried) == [
         "Chosen: spread. It has the least KL of the 2 policies that are left.",
         "Over the budget of 25% of the FLOPs: sparsex.",
-        "Fewer right answers where documents look alike: naive.",
+        "Fewer right answers about similar documents: naive.",
         "Next: epic, with 1.50 times the KL (the intervals overlap) at 10% of the FLOPs.",
     ]
     assert explained("naive", tried[0], measured("epic", 0.1, 0.1, worse)) == [
         "Chosen: naive. Every policy within the budget answers fewer questions right than full "
-        "recomputation where documents look alike; it loses the fewest."
+        "recomputation about similar documents; it loses the fewest."
     ]
 
 

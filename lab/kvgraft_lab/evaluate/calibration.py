@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from msgspec.structs import replace
@@ -25,7 +24,7 @@ from kvgraft.policies.profile import (
     PolicyProfile,
 )
 from kvgraft_lab.evaluate.heads import measure, text_samples
-from kvgraft_lab.evaluate.hosts import NativeHost
+from kvgraft_lab.evaluate.hosts import Match, NativeHost
 from kvgraft_lab.evaluate.runner import EvalSettings, run
 from kvgraft_lab.evaluate.scoring import ORDER_NOISE
 from kvgraft_lab.evaluate.statistics import Estimate
@@ -35,7 +34,6 @@ from kvgraft_lab.evaluate.tasks.alike import make_alike
 from kvgraft_lab.evaluate.tasks.items import QUESTIONS, Suite
 from kvgraft_lab.evaluate.tasks.own import edit_known, make_own
 
-Match = Literal["exact", "similar"]
 CANDIDATES = (
     "naive",
     "epic:start_tokens=8",
@@ -240,12 +238,12 @@ def explain(profile: PolicyProfile) -> str:
         f"Chosen: {chosen.policy}. It has the least KL of the {len(right)} policies that are left."
         if right
         else f"Chosen: {chosen.policy}. Every policy within the budget answers fewer questions "
-        "right than full recomputation where documents look alike; it loses the fewest."
+        "right than full recomputation about similar documents; it loses the fewest."
     ]
     if over:
         lines.append(f"Over the budget of {profile.budget:.0%} of the FLOPs: {', '.join(over)}.")
     if failed and right:
-        lines.append(f"Fewer right answers where documents look alike: {', '.join(failed)}.")
+        lines.append(f"Fewer right answers about similar documents: {', '.join(failed)}.")
     for one in rivals[:1]:
         overlap = one.kl[1] <= chosen.kl[2]
         lines.append(
@@ -267,8 +265,8 @@ def explain(profile: PolicyProfile) -> str:
 def _remaining(
     tried: Sequence[MeasuredPolicy], budget: float
 ) -> tuple[list[MeasuredPolicy], list[MeasuredPolicy]]:
-    """Return the policies within the budget, and those that are also right about documents that
-    look alike."""
+    """Return the policies within the budget, and those that are also right about similar
+    documents."""
     within = [one for one in tried if one.flops <= budget]
     return within, [one for one in within if not one.fails_alike]
 

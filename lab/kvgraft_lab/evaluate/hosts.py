@@ -22,6 +22,7 @@ from kvgraft.policies import parse_policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
 from kvgraft_lab.evaluate.prompts import Chat, as_parts, as_text, find_chat
 from kvgraft_lab.evaluate.scoring import (
+    ANSWER_TOKENS,
     ORDER_NOISE,
     ScoredPlaces,
     distances,
@@ -39,6 +40,7 @@ TIMEOUT_S = 600.0
 MOST_LIKELY = 20
 # forced answers that are decoded at the same time; the pool holds eight prompts
 FORCED_TOGETHER = 4
+Match = Literal["exact", "similar"]
 # reasons in a server's report that do not count as fallbacks
 MISSES = ("no_known_text", "too_short", "too_deep", "too_little_known", "off", "policy_full")
 
@@ -130,7 +132,7 @@ class NativeHost:
         engine: Engine,
         *,
         distances: bool = True,
-        match: Literal["exact", "similar"] | None = None,
+        match: Match | None = None,
     ) -> None:
         self.engine, self._distances, self._match = engine, distances, match
 
@@ -166,10 +168,7 @@ class NativeHost:
         for number, ask in enumerate(item.phase_2):
             first = number % len(policies)
             turns = (*policies[first:], *policies[:first])
-            asked = {
-                name: replace(_request(name, ask, reused, chat), match=self._match)
-                for name in turns
-            }
+            asked = {name: _request(name, ask, reused, chat, self._match) for name in turns}
             results = {name: send(self.engine, asked[name]) for name in asked}
             truth = results["full"]
             scored = self._scored(asked, results)
@@ -195,14 +194,16 @@ class NativeHost:
         Raises:
             ValueError: see `answers`; or a prompt found other text the second time.
         """
-        scored, truth = dict(results), results["full"]
-        different = [name for name in results if not follows(results[name], truth)]
+        scored = dict(results)
         if not self._distances:
             return scored
 
+        answer = tuple(results["full"].token_ids[:ANSWER_TOKENS])
+        different = [name for name in results if not follows(results[name].token_ids, answer)]
+
         for start in range(0, len(different), FORCED_TOGETHER):
             names = different[start : start + FORCED_TOGETHER]
-            forced = send_forced(self.engine, [asked[name] for name in names], truth)
+            forced = send_forced(self.engine, [asked[name] for name in names], answer)
             scored |= zip(names, forced, strict=True)
 
         for name in different:
@@ -228,12 +229,14 @@ class NativeHost:
         )  # fmt: skip
 
 
-def _request(policy: str, ask: Ask, reused: Collection[str], chat: Chat | None) -> Request:
+def _request(
+    policy: str, ask: Ask, reused: Collection[str], chat: Chat | None, match: Match | None = None
+) -> Request:
     parts, sampling = (
         as_parts(ask.segments, reused, chat, ask.begun),
         SamplingParams(max_tokens=ask.max_tokens, stop=ask.stop),
     )
-    return Request(parts, policy, sampling, remember=False, return_logits=True)
+    return Request(parts, policy, sampling, remember=False, return_logits=True, match=match)
 
 
 Told = ScoredPlaces[Sequence[Mapping[int, float]]]

@@ -60,17 +60,16 @@ def distances(
         ValueError: the forced answer was not followed.
     """
     answer = truth.tokens[:ANSWER_TOKENS]
-    if ours.tokens[: len(answer)] != answer:
+    if not follows(ours.tokens, answer):
         ours = give(answer)
-    if ours.tokens[: len(answer)] != answer:
+    if not follows(ours.tokens, answer):
         raise ValueError(f"the answer {list(answer)} was given, and {list(ours.tokens)} came back")
     return measure(ours.places[: len(answer)], truth.places[: len(answer)], answer)
 
 
-def follows(ours: Result, truth: Result) -> bool:
-    """Return whether an answer equals that of `full` as far as they are compared."""
-    answer = truth.token_ids[:ANSWER_TOKENS]
-    return ours.token_ids[: len(answer)] == answer
+def follows(tokens: Sequence[int], answer: Sequence[int]) -> bool:
+    """Return whether these token ids begin with an answer."""
+    return tuple(tokens[: len(answer)]) == tuple(answer)
 
 
 def send(engine: Engine, request: Request) -> Result:
@@ -94,14 +93,15 @@ def send_all(engine: Engine, requests: Sequence[Request]) -> list[Result]:
     return results
 
 
-def send_forced(engine: Engine, requests: Sequence[Request], truth: Result) -> list[Result]:
-    """Return the native engine's answers to these requests, each forced to be that of `full`. They
-    are decoded together.
+def send_forced(
+    engine: Engine, requests: Sequence[Request], answer: tuple[int, ...]
+) -> list[Result]:
+    """Return the native engine's results for these requests with a forced answer. They are decoded
+    together.
 
     Raises:
         ValueError: see `send`.
     """
-    answer = tuple(truth.token_ids[:ANSWER_TOKENS])
     sampling = SamplingParams(max_tokens=len(answer), ignore_eos=True)
     forced = [replace(request, sampling=sampling, forced_output=answer) for request in requests]
     return send_all(engine, forced)
@@ -116,8 +116,8 @@ def native_distances(
         ValueError: see `send`; or an answer has no logits.
     """
 
-    def give(_: tuple[int, ...]) -> ScoredPlaces[Tensor]:
-        return _scored(send_forced(engine, [request], truth)[0])
+    def give(answer: tuple[int, ...]) -> ScoredPlaces[Tensor]:
+        return _scored(send_forced(engine, [request], answer)[0])
 
     return distances(_scored(ours), _scored(truth), give, along)
 

@@ -8,6 +8,7 @@ import pytest
 
 from gguf_files import make_gguf
 from kvgraft.models.convert import convert
+from kvgraft_lab.evaluate.tasks.texts import edit_words
 from research.cross_query import real_text
 
 
@@ -31,6 +32,6 @@ def test_near_duplicates_are_reused_and_compared_with_full(
 
 def test_an_edit_replaces_words_by_others_of_the_text():
     text = " ".join(f"w{n}" for n in range(200))
-    edited = real_text._edit(Random(0), text, 0.05).split()
+    edited = edit_words(Random(0), text, 0.05).split()
     assert 5 <= sum(a != b for a, b in zip(edited, text.split(), strict=True)) <= 10
     assert set(edited) <= set(text.split())

@@ -21,6 +21,7 @@ from kvgraft_lab.evaluate.tasks.texts import (
     INSTRUCTION,
     ROOM,
     check_split,
+    edit_words,
     in_split,
     of_split,
     write_item,
@@ -94,8 +95,8 @@ def _write(
 
 
 def edit_known(suite: Suite, share: float) -> Suite:
-    """Return the suite with this share of the words replaced in every text that is read before, as
-    if the texts had been edited since. Its name, and so its prompts, stay.
+    """Return the suite with this share of the words replaced in every text of phase 1, as if the
+    texts had been edited since. Equal texts have equal edits. Its name, and so its prompts, stay.
     """
     return replace(
         suite,
@@ -113,16 +114,11 @@ def _write_edited(
     pattern: Pattern,
 ) -> Item:
     item = make(rng, shape, task, pattern)
-    read = tuple(tuple(_edit(text, share) for text in texts) for texts in item.phase_1)
-    return replace(item, phase_1=read)
-
-
-def _edit(text: str, share: float) -> str:
-    """Replace words by other words of the text, the same ones in equal texts."""
-    rng, words = Random(text), text.split(" ")  # noqa: S311
-    for place in rng.sample(range(len(words)), round(share * len(words))):
-        words[place] = rng.choice(words)
-    return " ".join(words)
+    edited = tuple(
+        tuple(edit_words(Random(text), text, share) for text in texts)  # noqa: S311
+        for texts in item.phase_1
+    )
+    return replace(item, phase_1=edited)
 
 
 def _cut(texts: Iterable[str], size: int) -> Iterator[str]:

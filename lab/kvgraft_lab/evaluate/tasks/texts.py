@@ -43,6 +43,14 @@ def of_split(split: str) -> str:
     return "" if split == "all" else f" ({split} split)"
 
 
+def edit_words(rng: Random, text: str, share: float) -> str:
+    """Return the text with this share of its words replaced by other words of it."""
+    words = text.split(" ")
+    for place in rng.sample(range(len(words)), round(share * len(words))):
+        words[place] = rng.choice(words)
+    return " ".join(words)
+
+
 def write_item(
     rng: Random, instruction: str, segments: Sequence[str], pattern: str, asks: Sequence[Ask]
 ) -> Item:
