@@ -1,16 +1,16 @@
-from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 
 import msgspec
 import pytest
+import rich
 from rich.console import Console
 
 from gguf_files import make_gguf
 from kvgraft import Engine
 from kvgraft.models.convert import convert
-from kvgraft_lab.evaluate import passages, reading
-from kvgraft_lab.evaluate.passages import Passage, TextQuestion
+from kvgraft_lab.evaluate.completions import completions
+from kvgraft_lab.evaluate.passages import WORLD, Passage, Reading, TextQuestion
 from kvgraft_lab.evaluate.reading import (
     AnsweredQuestion,
     PolicyAnswer,
@@ -23,17 +23,16 @@ from kvgraft_lab.evaluate.reading import (
 FIRST = Passage("First", "the hen is here. " * 8)
 SECOND = Passage("Second", "then the other one came there. " * 6)
 QUESTIONS = (
-    TextQuestion("where is the hen?", (SECOND, FIRST)),
-    TextQuestion("who came?", (FIRST, SECOND)),
+    TextQuestion("where is the hen?", (SECOND, FIRST), "where is it?"),
+    TextQuestion("who came?", (FIRST, SECOND), "who came?", begun="it was", expected="the other"),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short_texts() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "QUESTIONS", QUESTIONS)
-        patch.setattr(reading, "READINGS", (("Be quick.", (FIRST,)), ("Be slow.", (SECOND,))))
-        yield
+TEXTS = Reading(
+    read=(("Be quick.", (FIRST,)), ("Be slow.", (SECOND,))),
+    instruction="Answer.",
+    opening="Read.",
+    questions=QUESTIONS,
+    subject="questions about hens",
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +52,7 @@ def progress() -> list[tuple[int, ...]]:
 def report(engine: Engine, progress: list[tuple[int, ...]]) -> ReadingReport:
     policies = ("full", "transitive", "sparsex:boundary_layers=0,recompute_share=1.0")
     return run_reading_demo(
-        engine, policies=policies, on_progress=lambda *counts: progress.append(counts)
+        engine, TEXTS, policies=policies, on_progress=lambda *counts: progress.append(counts)
     )
 
 
@@ -74,7 +73,7 @@ def test_known_texts_are_reused_in_every_question(
         assert all(answer.ttft_s > 0 and answer.fallback is None for answer in question.answers)
     assert progress == [(1, 2), (2, 2)]
     assert report.summary.startswith(
-        "You saw 2 questions about texts that the model had read before"
+        "You saw 2 questions about hens that the model had read before"
     )
     assert report.summary.endswith(", word for word, to all 2.")
 
@@ -92,7 +91,7 @@ def answered(text: str, ttft_s: float, fallback: str | None = None) -> AnsweredQ
 
 def test_the_summary_says_where_answers_differ_and_when_reuse_is_slower():
     same, other = answered("Under the bridge.", 0.5), answered("On the bridge.", 0.5)
-    assert _summary([same, other]) == (
+    assert _summary([same, other], "questions about texts") == (
         "You saw 2 questions about texts that the model had read before, in other prompts and in "
         "another order: "
         "transitive took over 90% of the tokens, computed 5% of those again, began to answer 4.0 "
@@ -101,8 +100,10 @@ def test_the_summary_says_where_answers_differ_and_when_reuse_is_slower():
         "printed above for you to "
         "judge."
     )
-    assert "and gave an answer in other words to all 2, printed above" in _summary([other, other])
-    assert "0.5 times as fast" in _summary([answered("Under the bridge.", 4.0)])
+    assert "and gave an answer in other words to all 2, printed above" in _summary(
+        [other, other], "questions"
+    )
+    assert "0.5 times as fast" in _summary([answered("Under the bridge.", 4.0)], "questions")
 
 
 def test_a_terminal_of_80_columns_shows_every_word():
@@ -138,11 +139,40 @@ def test_a_model_with_too_few_positions(engine: Engine, tmp_path: Path):
         run_reading_demo(Engine(tmp_path / "made"))
 
 
-def test_the_texts_are_read_before_they_are_asked_about():
-    read = {passage for _, group in passages.READINGS for passage in group}
-    for question in passages.QUESTIONS:
+def assert_all_is_read(reading: Reading) -> set[Passage]:
+    read = {passage for _, group in reading.read for passage in group}
+    for question in reading.questions:
         assert read.issuperset(question.passages)
         assert len(set(question.passages)) == len(question.passages) >= 2
-    assert all(
-        "\n" not in paragraph for passage in read for paragraph in passage.text.split("\n\n")
-    )
+    return read
+
+
+def test_the_texts_are_read_before_they_are_asked_about():
+    for passage in assert_all_is_read(WORLD):
+        assert all("\n" not in paragraph for paragraph in passage.text.split("\n\n"))
+
+
+def test_calls_in_a_package_are_asked_with_the_definitions_that_they_use():
+    reading = completions(Path(rich.__file__).parent)
+    assert_all_is_read(reading)
+    for question in reading.questions:
+        name = question.begun.rsplit("\n", 1)[-1].removesuffix("(").rsplit(None, 1)[-1]
+        [called] = (passage for passage in question.passages if passage.title == name)
+        assert f"def {name}" in called.text or f"class {name}" in called.text
+        assert question.expected
+        assert question.expected.endswith(")")
+    assert completions(Path(rich.__file__).parent) == reading
+
+
+def test_right_answers_are_counted_where_they_are_known():
+    line = AnsweredQuestion("?", ("a",), 9, (PolicyAnswer("full", "x = f(1)", 2.0, 0, 0, None),
+        PolicyAnswer("spread", "x = f(2)", 1.0, 5, 1, None)), "x = f(1)")  # fmt: skip
+    assert _summary([line, line], "lines").endswith("As the file has it: full 2, spread 0 of 2.")
+
+
+@pytest.mark.parametrize("where", ["missing", "empty"])
+def test_a_directory_without_such_lines_is_refused(tmp_path: Path, where: str):
+    (tmp_path / "empty").mkdir()
+    expected = "is no directory" if where == "missing" else "0 calls of"
+    with pytest.raises(ValueError, match=f"--code: .*{where}.*{expected}"):
+        completions(tmp_path / where)

@@ -1,6 +1,7 @@
 """The command that shows what reuse does."""
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,6 +26,7 @@ from kvgraft_lab.testbed import MODEL_DIR
 
 if TYPE_CHECKING:
     from kvgraft.engine.engine import Engine
+    from kvgraft_lab.evaluate.passages import Reading
 
 
 @app.command()
@@ -55,15 +57,29 @@ def demo(
             show_default="if vLLM is here",
         ),
     ] = None,
+    code: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Directory of a Python package, such as your own: a --model for code completes "
+            "calls in it.",
+            show_default="texts",
+        ),
+    ] = None,
 ) -> None:
     """RAG, chat and agents on the bundled model, then its server; with a --model that chats,
-    questions about texts."""
+    questions about texts, or calls in your own code to complete."""
     from kvgraft.policies import parse_policy
+    from kvgraft_lab.evaluate.completions import completions
     from kvgraft_lab.evaluate.demo import POLICIES
+    from kvgraft_lab.evaluate.passages import WORLD
 
     policies = ("full", *(policy or POLICIES[1:]))
     for name in policies:
         parse_policy(name)
+    if code and model == MODEL_DIR:
+        raise ValueError("--code needs a --model that chats, such as one of Qwen2.5-Coder")
+    reading = completions(code) if code else WORLD
     model = find(model)
     engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib, policies=policies)
     if model != MODEL_DIR and engine.tokenizer.chat_template:
@@ -74,8 +90,10 @@ def demo(
                     "texts"
                 )
         named = engine.profile.policy if engine.profile else DEFAULT_POLICY
-        _show_texts(engine, ("full", *(policy or [named])), as_json)
+        _show_reading(engine, reading, ("full", *(policy or [named])), as_json)
         return
+    if code:
+        raise ValueError(f"--code needs a model with a chat template, which {model} has not")
     _show_scenarios(engine, policies, seed or 0, 8 if items is None else items, serve, as_json)
 
 
@@ -107,12 +125,14 @@ def _show_scenarios(
         print_json({"engine": report, "server": served})
 
 
-def _show_texts(engine: "Engine", policies: tuple[str, ...], as_json: bool) -> None:
-    from kvgraft_lab.evaluate import reading
+def _show_reading(
+    engine: "Engine", reading: "Reading", policies: tuple[str, ...], as_json: bool
+) -> None:
+    from kvgraft_lab.evaluate.reading import render, run_reading_demo
 
     with progress_bar(progress_console, "reading and answering") as on_progress:
-        report = reading.run_reading_demo(engine, policies=policies, on_progress=on_progress)
+        report = run_reading_demo(engine, reading, policies=policies, on_progress=on_progress)
     if as_json:
         print_json(report)
     else:
-        console.print(reading.render(report))
+        console.print(render(report))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Passage:
-    """A text of 300 to 450 tokens."""
+    """A text, and how it is listed."""
 
     title: str
     text: str
@@ -15,10 +15,39 @@ class Passage:
 
 @dataclass(frozen=True)
 class TextQuestion:
-    """A question, and the passages before it in its prompt, in order. Some do not matter."""
+    """A question, and the passages before it in its prompt, in order. Some do not matter.
+
+    Attributes:
+        text: the question as it is printed.
+        asked: the question as the prompt puts it.
+        begun: beginning of the answer, which is part of the prompt; the model continues it.
+        expected: the right answer, if there is only one.
+    """
 
     text: str
     passages: tuple[Passage, ...]
+    asked: str
+    begun: str = ""
+    expected: str | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a model reads and is then asked.
+
+    Attributes:
+        read: instructions, each with the passages that follow it in a prompt of phase 1.
+        instruction: instruction of the prompts that ask.
+        opening: first words of the user's message in these.
+        questions: the questions.
+        subject: what the questions are, for the summary: "questions about texts".
+    """
+
+    read: tuple[tuple[str, tuple[Passage, ...]], ...]
+    instruction: str
+    opening: str
+    questions: tuple[TextQuestion, ...]
+    subject: str
 
 
 def _passage(title: str, text: str) -> Passage:
@@ -123,18 +152,28 @@ Black tea is made with boiling water. Green tea becomes bitter that way: for it 
 degrees Celsius. Most tea is grown in China, followed by India, Kenya and Sri Lanka. After water, tea is what people
 drink most.""",
 )
-# an instruction, and the passages that the model reads after it before any question
-READINGS = (
-    ("You write headlines.", (TOWER, BEES)),
-    ("You find spelling mistakes.", (TEA, WHALE)),
-    ("You translate into French.", (CANAL,)),
-)
 # chosen by the answers of SmolLM2-135M under full recomputation, before any test with reuse
-QUESTIONS = (
-    TextQuestion("After whom is the Eiffel Tower named?", (BEES, TOWER)),
-    TextQuestion("How long is the Panama Canal?", (TEA, WHALE, CANAL)),
-    TextQuestion("From which plant does all tea come?", (TOWER, TEA)),
-    TextQuestion("When was the Panama Canal opened?", (BEES, TEA, CANAL)),
-    TextQuestion("Who received a Nobel Prize in 1973?", (TEA, BEES)),
-    TextQuestion("How often is the Eiffel Tower painted?", (WHALE, TOWER)),
+_QUESTIONS = (
+    ("After whom is the Eiffel Tower named?", (BEES, TOWER)),
+    ("How long is the Panama Canal?", (TEA, WHALE, CANAL)),
+    ("From which plant does all tea come?", (TOWER, TEA)),
+    ("When was the Panama Canal opened?", (BEES, TEA, CANAL)),
+    ("Who received a Nobel Prize in 1973?", (TEA, BEES)),
+    ("How often is the Eiffel Tower painted?", (WHALE, TOWER)),
+)
+WORLD = Reading(
+    read=(
+        ("You write headlines.", (TOWER, BEES)),
+        ("You find spelling mistakes.", (TEA, WHALE)),
+        ("You translate into French.", (CANAL,)),
+    ),
+    instruction="You read texts and answer questions about them briefly.",
+    opening="Read these texts.",
+    questions=tuple(
+        TextQuestion(
+            text, passages, f"Use the texts to answer this question in one sentence: {text}"
+        )
+        for text, passages in _QUESTIONS
+    ),
+    subject="questions about texts",
 )

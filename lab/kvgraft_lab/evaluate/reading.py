@@ -1,5 +1,8 @@
-"""Demonstration on a real model: questions about texts that it has read in other prompts."""
+"""Demonstration on a real model: questions about texts that it has read in other prompts, or calls
+in code to complete.
+"""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -15,9 +18,8 @@ from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.prefill import DEFAULT_POLICY
-from kvgraft_lab.evaluate.passages import QUESTIONS, READINGS, Passage, TextQuestion
+from kvgraft_lab.evaluate.passages import WORLD, Passage, Reading, TextQuestion
 
-INSTRUCTION = "You read texts and answer questions about them briefly."
 POLICIES = ("full", DEFAULT_POLICY)
 # timed runs of each policy, in turn
 REPEATS = 3
@@ -49,6 +51,7 @@ class AnsweredQuestion:
     titles: tuple[str, ...]
     prompt_tokens: int
     answers: tuple[PolicyAnswer, ...]
+    expected: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,11 @@ class ReadingReport:
 
 
 def run_reading_demo(
-    engine: Engine, *, policies: Sequence[str] = POLICIES, on_progress: OnProgress | None = None
+    engine: Engine,
+    reading: Reading = WORLD,
+    *,
+    policies: Sequence[str] = POLICIES,
+    on_progress: OnProgress | None = None,
 ) -> ReadingReport:
     """Prefill the texts behind other instructions, then ask each question under every policy.
 
@@ -69,6 +76,7 @@ def run_reading_demo(
 
     Args:
         engine: engine on a model with a chat template and about 2,000 positions.
+        reading: texts and questions.
         policies: names with or without options; the first is `full`, the reference of the others.
         on_progress: called after each question with the number of finished and of all questions.
 
@@ -82,19 +90,20 @@ def run_reading_demo(
         )
 
     engine.clear_cache()
-    for instruction, passages in READINGS:
+    for instruction, passages in reading.read:
         _send(engine, _prompt(engine, instruction, _texts(passages)), "full", 1, remember=True)
 
+    questions = reading.questions
     for policy in policies:  # warm-up
-        _send(engine, _question(engine, QUESTIONS[0]), policy, 1, remember=False)
+        _send(engine, _question(engine, reading, questions[0]), policy, 1, remember=False)
 
     answered = []
-    for done, question in enumerate(QUESTIONS, 1):
-        answered.append(_ask(engine, question, policies))
+    for done, question in enumerate(questions, 1):
+        answered.append(_ask(engine, reading, question, policies))
         if on_progress is not None:
-            on_progress(done, len(QUESTIONS))
+            on_progress(done, len(questions))
 
-    return ReadingReport(_describe(engine), tuple(answered), _summary(answered))
+    return ReadingReport(_describe(engine), tuple(answered), _summary(answered, reading.subject))
 
 
 def _texts(passages: Sequence[Passage]) -> str:
@@ -108,15 +117,15 @@ def _prompt(engine: Engine, instruction: str, message: str) -> str:
     return render_chat(engine.tokenizer, messages)
 
 
-def _question(engine: Engine, question: TextQuestion) -> str:
-    asked = f"Use the texts to answer this question in one sentence: {question.text}"
-    return _prompt(
-        engine, INSTRUCTION, f"Read these texts.\n\n{_texts(question.passages)}\n\n{asked}"
-    )
+def _question(engine: Engine, reading: Reading, question: TextQuestion) -> str:
+    message = f"{reading.opening}\n\n{_texts(question.passages)}\n\n{question.asked}"
+    return _prompt(engine, reading.instruction, message) + question.begun
 
 
-def _ask(engine: Engine, question: TextQuestion, policies: Sequence[str]) -> AnsweredQuestion:
-    prompt = _question(engine, question)
+def _ask(
+    engine: Engine, reading: Reading, question: TextQuestion, policies: Sequence[str]
+) -> AnsweredQuestion:
+    prompt = _question(engine, reading, question)
     results: dict[str, list[Result]] = {policy: [] for policy in policies}
     for number in range(REPEATS):
         for policy in (*policies[number:], *policies[:number]):
@@ -124,7 +133,8 @@ def _ask(engine: Engine, question: TextQuestion, policies: Sequence[str]) -> Ans
             results[policy].append(_send(engine, prompt, policy, max_tokens, remember=False))
     titles = tuple(passage.title for passage in question.passages)
     answers = tuple(_answer(policy, results[policy]) for policy in policies)
-    return AnsweredQuestion(question.text, titles, results["full"][0].report.prompt_tokens, answers)
+    tokens = results["full"][0].report.prompt_tokens
+    return AnsweredQuestion(question.text, titles, tokens, answers, question.expected)
 
 
 def _send(engine: Engine, prompt: str, policy: str, max_tokens: int, *, remember: bool) -> Result:
@@ -158,16 +168,29 @@ def _describe(engine: Engine) -> str:
     )
 
 
-def _summary(answered: Sequence[AnsweredQuestion]) -> str:
-    """Return the summary in one sentence."""
+def _summary(answered: Sequence[AnsweredQuestion], subject: str) -> str:
+    """Return the summary in one sentence, and a second one if the right answers are known."""
     count = len(answered)
     others = zip(*(question.answers[1:] for question in answered), strict=True)
     seen = [_compared(answers, answered) for answers in others]
     return (
-        f"You saw {count} questions about texts that the model had read before, in other prompts "
-        "and in another order: "
-        f"{'; '.join(seen)}."
+        f"You saw {count} {subject} that the model had read before, in other prompts and in "
+        f"another order: {'; '.join(seen)}.{_right(answered)}"
     )
+
+
+def _right(answered: Sequence[AnsweredQuestion]) -> str:
+    """Return how many expected answers each policy gave, in a sentence, if there are any."""
+    if any(question.expected is None for question in answered):
+        return ""
+    right = Counter(
+        answer.policy
+        for question in answered
+        for answer in question.answers
+        if answer.text == question.expected
+    )
+    counts = (f"{answer.policy} {right[answer.policy]}" for answer in answered[0].answers)
+    return f" As the file has it: {', '.join(counts)} of {len(answered)}."
 
 
 def _compared(answers: Sequence[PolicyAnswer], answered: Sequence[AnsweredQuestion]) -> str:
@@ -225,5 +248,7 @@ def _table(question: AnsweredQuestion) -> Table:
                 style="dim",
             )
         table.add_row(answer.policy, f"{answer.ttft_s:.2f} s", said)
+    if question.expected is not None:
+        table.add_row(Text("the file", style="dim"), "", Text(question.expected, style="dim"))
 
     return table

@@ -135,18 +135,18 @@ def _write(split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -
         )
 
     package = rng.choice(packages)
-    uses = _draw(rng, package, min(QUESTIONS, shape.num_segments - 1))
+    uses = draw_uses(rng, package, min(QUESTIONS, shape.num_segments - 1))
     sources = list(dict.fromkeys((use.source, use.name) for use in uses))
     asked = {use.file for use in uses}
     others = [key for key in package.definitions if key not in sources and key[0] not in asked]
     keys = [*sources, *rng.sample(others, min(shape.num_segments - len(sources), len(others)))]
     rng.shuffle(keys)
-    segments = [_segment(package.definitions[key], size) for key in keys]
+    segments = [segment(package.definitions[key], size) for key in keys]
     asks = [_ask(task, use) for use in uses]
     return write_item(rng, INSTRUCTION, segments, pattern, asks)
 
 
-def _draw(rng: Random, package: Package, count: int) -> list[Use]:
+def draw_uses(rng: Random, package: Package, count: int) -> list[Use]:
     """Return up to `count` uses of different definitions."""
     drawn: dict[tuple[str, str], Use] = {}
     for use in rng.sample(package.uses, min(len(package.uses), DRAWS * count)):
@@ -154,7 +154,7 @@ def _draw(rng: Random, package: Package, count: int) -> list[Use]:
     return list(drawn.values())[:count]
 
 
-def _segment(definition: Definition, size: int) -> str:
+def segment(definition: Definition, size: int) -> str:
     """Return the beginning of a definition, whole lines of at most `size` characters, behind the
     name of its file."""
     text = definition.text
@@ -181,7 +181,7 @@ def _ask_line(task: str, question: str, line: str, metric: Metric, begun: str) -
 def packages_of(split: str) -> tuple[Package, ...]:
     """Return the installed packages of a split."""
     return tuple(
-        _read(distribution(name).locate_file(""), folder)
+        read_package(Path(str(distribution(name).locate_file(""))), folder)
         for name in _installed()
         for folder in PACKAGES[name]
         if in_split(folder, split)
@@ -200,11 +200,15 @@ def _installed() -> list[str]:
     return found
 
 
-def _read(root: object, folder: str) -> Package:
-    """Parse a package. Files are never imported or run; those that do not parse are left out."""
-    base, trees = Path(str(root)), {}
+def read_package(base: Path, folder: str) -> Package:
+    """Parse the package `base/folder`, without its tests and hidden directories.
+
+    Files are never imported or run; those that do not parse are left out.
+    """
+    trees = {}
     for path in sorted((base / folder).rglob("*.py")):
-        if any("test" in part for part in path.relative_to(base).parts):
+        parts = path.relative_to(base).parts
+        if any("test" in part or part.startswith(".") for part in parts):
             continue
         try:
             source = path.read_text(encoding="utf-8")
