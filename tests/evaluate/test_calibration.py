@@ -17,6 +17,7 @@ from kvgraft.cli import app, run
 from kvgraft.policies.profile import (
     POLICY_FILE,
     Interval,
+    MeasuredFlow,
     MeasuredMatching,
     MeasuredPolicy,
     PolicyProfile,
@@ -31,6 +32,7 @@ from kvgraft_lab.evaluate.calibration import (
     CalibrationSettings,
     candidates,
     choose,
+    choose_flow,
     choose_matching,
     explain,
     render,
@@ -54,6 +56,8 @@ SMALL = (
     "naive;transitive",
     "--budget",
     "1.0",
+    "--flows",
+    "quest:topk_blocks=1",
 )
 
 
@@ -133,6 +137,26 @@ def test_the_cheapest_matching_within_order_noise_is_chosen():
     assert chosen((0.5, 0.05), (0.2, 0.05)) == "exact"
 
 
+def test_the_fastest_flow_within_order_noise_is_recommended():
+    noise = (0.02, 0.01, 0.03)
+
+    def chosen(*flows: tuple[str, float, float]) -> str:
+        return choose_flow(
+            [MeasuredFlow(name, (kl,) * 3, speed) for name, kl, speed in flows], noise
+        )
+
+    assert chosen(("quest", 0.01, 1.5), ("block_topk", 0.015, 1.9)) == "block_topk"
+    assert chosen(("quest", 0.01, 1.5), ("block_topk", 0.03, 1.9)) == "quest"
+    assert chosen(("quest", 0.01, 1.05)) == "dense"
+    assert chosen() == "dense"
+
+    flow = MeasuredFlow("quest", (0.01,) * 3, 1.52)
+    profile = msgspec.structs.replace(profile_of("m"), flow="quest", flows=(flow,))
+    assert "; --flow quest decodes 1.5 times as fast after 512 tokens, at KL 0.01" in str(profile)
+    assert "Flow: quest. After 512 tokens, quest is 1.52 times as fast" in explain(profile)
+    assert "--flow" not in str(msgspec.structs.replace(profile, flow="dense"))
+
+
 def test_an_engine_and_a_server_match_as_the_profile_says(tmp_path: Path):
     model = link_model(tmp_path / "model")
     exact = profile_of(Engine(model, num_pages=32).config.identity)
@@ -178,7 +202,14 @@ def test_a_profile_says_what_chose_and_what_to_expect(calibrated: Path):
         == min(profile.tried, key=lambda one: one.kl[0]).policy
         == profile.expected.policy
     )
-    assert {row.policy for row in checked} == {"full", profile.policy, ORDER_NOISE}
+    under = f"{profile.policy} with quest:topk_blocks=1"
+    assert {row.policy for row in checked} == {"full", profile.policy, under, ORDER_NOISE}
+    [flow] = profile.flows
+    kl = [row.answer.distances["answer_kl"] for row in checked if row.policy == under]
+    assert flow.kl[0] == pytest.approx(sum(kl) / len(kl), abs=1e-6)
+    assert flow.flow == "quest:topk_blocks=1"
+    assert flow.faster > 0
+    assert profile.flow == choose_flow(profile.flows, profile.order_noise)
     assert {row.cluster for row in chose} == {"own/512/0", "own/512/1"}
     kl = [row.answer.distances["answer_kl"] for row in checked if row.policy == profile.policy]
     assert profile.expected.kl[0] == pytest.approx(sum(kl) / len(kl), abs=1e-6)

@@ -170,8 +170,37 @@ def test_settings_that_cannot_be(arguments: dict, message: str):
         EvalSettings(find_suites("ruler"), **arguments)
 
 
+def test_answers_are_decoded_under_the_flow_that_a_policy_names(host: NativeHost, tmp_path: Path):
+    policies = ("full", "full with quest:topk_blocks=1", "full with quest:topk_blocks=29")
+    rows = runner.run(replace(SETTINGS, policies=policies, items=1), host, tmp_path)
+    far = {name: [row.answer.distances["answer_kl"] for row in rows if row.policy == name]
+           for name in policies}  # fmt: skip
+    assert max(far[policies[1]]) > 0.0 == max(far[policies[2]]) == max(far["full"])
+    assert len({row.answer.flops for row in rows if row.number == 0}) == len(
+        {row.cluster for row in rows}
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("full with magic", "unknown flow 'magic'"),
+        ("full with quest:topk_blocks=0", "topk_blocks must be an integer of at least 1"),
+        ("magic with quest", "unknown policy 'magic'"),
+    ],
+)
+def test_an_unknown_flow_is_refused_before_anything_is_asked(name: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        replace(SETTINGS, policies=("full", name))
+
+
 def test_hosts_that_are_not_there():
     options: dict[str, Any] = {"dtype": None, "device": "cpu", "kv_gib": 0.1}
+    with (
+        pytest.raises(ValueError, match="'full with quest': a server has one flow"),
+        open_host("vllm", MODEL_DIR, policies=("full", "full with quest"), **options),
+    ):
+        pass
     with (
         pytest.raises(ValueError, match="unknown host 'moon': choose native, vllm"),
         open_host("moon", MODEL_DIR, **options),

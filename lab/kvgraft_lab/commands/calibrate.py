@@ -62,6 +62,13 @@ def calibrate(
     items: Annotated[int, typer.Option(help="Prompts that choose, and as many that check.")] = 12,
     length: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1536,
     segments: Annotated[int, typer.Option(help="Known texts in a prompt.")] = 5,
+    flows: Annotated[
+        str | None,
+        typer.Option(
+            help="Flows to try with the chosen policy, by semicolons; `dense` for none.",
+            show_default="quest, block_topk",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
@@ -71,17 +78,20 @@ def calibrate(
     """Which policy suits a model and your texts: a profile that `serve` and Engine take by
     themselves."""
     model = find(model)
+    from kvgraft.flows import DENSE
     from kvgraft.policies.profile import POLICY_FILE
     from kvgraft_lab.evaluate import calibration
 
     out = model / POLICY_FILE if out is None else out
     check_output(out)
     found, described = _texts(texts or [], trace or [], bundled=model == MODEL_DIR)
-    named = [one.strip() for one in (policies or "").split(";") if one.strip()]
+    named = _split(policies or "")
+    tried = calibration.FLOWS if flows is None else [one for one in _split(flows) if one != DENSE]
     # bad values are reported before the model loads
     settings = calibration.CalibrationSettings(
-        found, described, named or calibration.CANDIDATES, items, length, segments, budget, seed
-    )
+        found, described, named or calibration.CANDIDATES, items, length, segments, budget, seed,
+        tried,
+    )  # fmt: skip
     engine = load(
         model,
         dtype=dtype,
@@ -103,6 +113,10 @@ def calibrate(
     picture = write_calibration(profile, results / "calibration.png")
     if not as_json:
         console.print(f"[dim]{out}, {picture}[/dim]", soft_wrap=True)
+
+
+def _split(names: str) -> list[str]:
+    return [one.strip() for one in names.split(";") if one.strip()]
 
 
 def _texts(

@@ -44,7 +44,11 @@ def evaluate(
         str, typer.Option(help="By commas: all, ruler, ..., docs, alike or files (.json, .jsonl).")
     ],
     policies: Annotated[
-        str, typer.Option(help="Policies, by semicolons or, without options, by commas.")
+        str,
+        typer.Option(
+            help="Policies, by semicolons or, without options, by commas. `spread with quest` "
+            "decodes under a flow."
+        ),
     ] = ("full,naive,epic,cacheblend,prophet,sparsex,transitive,spread"),
     model: ModelOption = MODEL_DIR,
     host: Annotated[
@@ -90,11 +94,16 @@ def evaluate(
         chat,
     )
     model = find(model) if host in ("native", "vllm") else model
-    engine = {"device": device, "kv_gib": kv_gib, "head_map": head_map, "head_paging": head_paging}
-    engine["policies"] = settings.policies
+    engine: dict[str, Any] = {
+        "device": device,
+        "kv_gib": kv_gib,
+        "head_map": head_map,
+        "head_paging": head_paging,
+    }
+    engine["distances"], engine["policies"] = not scores_only, settings.policies
     with (
         progress_console.status(f"starting {host}"),
-        open_host(host, model, dtype=dtype, distances=not scores_only, **engine) as opened,
+        open_host(host, model, dtype=dtype, **engine) as opened,
         progress_bar(progress_console, "evaluating") as on_progress,
     ):
         rows = runner.run(settings, opened, out, on_progress)

@@ -1,5 +1,5 @@
 """Calibration: choose a policy for a model and the user's texts on some prompts, then measure it on
-others.
+others, with both matchings and with flows.
 """
 
 import dataclasses
@@ -16,13 +16,18 @@ from rich.text import Text
 
 from kvgraft.cli.progress import OnProgress
 from kvgraft.engine.engine import Engine
+from kvgraft.flows import DENSE
 from kvgraft.methods import require_at_least
+from kvgraft.policies import parse_policy
 from kvgraft.policies.profile import (
     Interval,
+    MeasuredFlow,
     MeasuredMatching,
     MeasuredPolicy,
     PolicyProfile,
 )
+from kvgraft_lab.evaluate.conditions import WITH, check_condition
+from kvgraft_lab.evaluate.decoding import speedups
 from kvgraft_lab.evaluate.heads import measure, text_samples
 from kvgraft_lab.evaluate.hosts import Match, NativeHost
 from kvgraft_lab.evaluate.runner import EvalSettings, run
@@ -50,6 +55,10 @@ CANDIDATES = (
 )
 # candidates that need a head map, by `kvgraft profile-heads`
 WITH_HEAD_MAP = ("redknot",)
+# flows that are tried with the chosen policy
+FLOWS = ("quest", "block_topk")
+# least speed of a flow, relative to dense attention, for which it is recommended
+LEAST_FASTER = 1.1
 # share of full's floating-point operations; TTFT is then about 4 times shorter than full's
 BUDGET = 0.25
 # names of the evaluations' directories
@@ -71,6 +80,7 @@ class CalibrationSettings:
         texts: texts by name.
         described: a short description of the texts.
         policies: candidates, without `full`.
+        flows: flows to try with the chosen policy.
         items: prompts of each of the two evaluations; a multiple of 12 has each pattern of reuse
             and kind of question equally often.
         length: approximate tokens of a prompt.
@@ -88,6 +98,7 @@ class CalibrationSettings:
     segments: int = 5
     budget: float = BUDGET
     seed: int = 0
+    flows: Sequence[str] = FLOWS
 
     def __post_init__(self) -> None:
         require_at_least("items", self.items, 2)
@@ -95,6 +106,10 @@ class CalibrationSettings:
             raise ValueError(f"budget must be a share above 0, up to 1, got {self.budget}")
         if "full" in self.policies:
             raise ValueError("policies must be others than full, with which they are compared")
+        for policy in self.policies:
+            parse_policy(policy)
+        for flow in self.flows:
+            check_condition(f"full{WITH}{flow}")
 
     def evaluation(self, policies: Sequence[str], *, checks: bool) -> EvalSettings:
         """Return the settings of the evaluation that chooses, or of the one that checks.
@@ -172,9 +187,9 @@ def calibrate(
     less = {one.policy: _difference(one) for one in summarise(alike, "all")}
     tried = tuple(replace(_measured(one), alike=less[one.policy]) for one in others)
     chosen = choose(tried, settings.budget)
-    checking = run(
-        settings.evaluation((chosen.policy,), checks=True), host, directory / CHECKING, on_progress
-    )
+    under = {flow: f"{chosen.policy}{WITH}{flow}" for flow in dict.fromkeys(settings.flows)}
+    checked = settings.evaluation((chosen.policy, *under.values()), checks=True)
+    checking = run(checked, host, directory / CHECKING, on_progress)
     found = {one.policy: one for one in summarise(checking, "all")}
     noise = _interval(found[ORDER_NOISE].answer_kl)
     asked, edited = settings.edited_evaluation(chosen.policy), []
@@ -183,6 +198,11 @@ def calibrate(
         _, one = summarise(rows, "all")
         edited.append(MeasuredMatching(match, one.flops, _interval(one.answer_kl)))
 
+    speed = speedups(engine, list(under), settings.length)
+    flows = tuple(
+        MeasuredFlow(flow, _interval(found[name].answer_kl), round(speed[flow][1], 2))
+        for flow, name in under.items()
+    )
     return PolicyProfile(
         model=engine.config.identity,
         policy=chosen.policy,
@@ -195,6 +215,8 @@ def calibrate(
         budget=settings.budget,
         match=choose_matching(edited, noise),
         edited=tuple(edited),
+        flow=choose_flow(flows, noise),
+        flows=flows,
         far_mass=_far_mass(engine, list(settings.texts.values())),
     )
 
@@ -224,6 +246,13 @@ def choose_matching(edited: Sequence[MeasuredMatching], order_noise: Interval) -
     if there is none."""
     near = [one for one in edited if one.kl[0] <= order_noise[0]]
     return min(near, key=lambda one: one.flops).match if near else "exact"
+
+
+def choose_flow(flows: Sequence[MeasuredFlow], order_noise: Interval) -> str:
+    """Return the fastest flow, among those that are at least `LEAST_FASTER` times as fast as dense
+    attention, with a KL of at most order noise; `dense` if there is none."""
+    within = [one for one in flows if one.kl[0] <= order_noise[0] and one.faster >= LEAST_FASTER]
+    return max(within, key=lambda one: one.faster).flow if within else DENSE
 
 
 def explain(profile: PolicyProfile) -> str:
@@ -258,6 +287,17 @@ def explain(profile: PolicyProfile) -> str:
         lines.append(
             f"Matching: {profile.match}. Where {EDITED_SHARE:.0%} of the words have been edited, "
             f"{measured} (order noise {profile.order_noise[0]:.4f})."
+        )
+    if profile.flows:
+        measured = ", ".join(
+            f"{one.flow} is {one.faster:.2f} times as fast as dense attention, at KL "
+            f"{one.kl[0]:.4f}"
+            for one in profile.flows
+        )
+        lines.append(
+            f"Flow: {'none' if profile.flow == DENSE else profile.flow}. After {profile.tokens} "
+            f"tokens, {measured}. Recommended from {LEAST_FASTER} times, within order noise; set "
+            "with --flow."
         )
     return "\n".join(lines)
 

@@ -20,6 +20,7 @@ from kvgraft.engine.text import load_tokenizer
 from kvgraft.guard.distances import along_logprobs
 from kvgraft.policies import parse_policy
 from kvgraft.prefill.documents.keeping import KeepsDocuments
+from kvgraft_lab.evaluate.conditions import WITH, split_condition
 from kvgraft_lab.evaluate.prompts import Chat, as_parts, as_text, find_chat
 from kvgraft_lab.evaluate.scoring import (
     ANSWER_TOKENS,
@@ -236,7 +237,10 @@ def _request(
         as_parts(ask.segments, reused, chat, ask.begun),
         SamplingParams(max_tokens=ask.max_tokens, stop=ask.stop),
     )
-    return Request(parts, policy, sampling, remember=False, return_logits=True, match=match)
+    name, flow = split_condition(policy)
+    return Request(
+        parts, name, sampling, remember=False, return_logits=True, match=match, flow=flow
+    )
 
 
 Told = ScoredPlaces[Sequence[Mapping[int, float]]]
@@ -368,7 +372,13 @@ def _mean(answers: Sequence[Answer]) -> Answer:
 
 @contextmanager
 def open_host(
-    where: str, model: Path, *, dtype: str | None, distances: bool = True, **engine: Any
+    where: str,
+    model: Path,
+    *,
+    dtype: str | None,
+    distances: bool = True,
+    policies: Sequence[str] = (),
+    **engine: Any,
 ) -> Iterator[Host]:
     """Open a host: `native`, `vllm` (starts a server), or the URL of a server.
 
@@ -376,13 +386,21 @@ def open_host(
         model: directory of the model; for a running server, of its tokenizer. The bundled model is
             the default and means the server's own.
         distances: see `NativeHost`.
+        policies: policies that will be asked for, with or without flows.
         engine: settings of the native engine only.
 
     Raises:
-        ValueError: none of these, or no server answers.
+        ValueError: none of these, no server answers, or a policy with a flow for a server.
     """
+    with_flow = [name for name in policies if WITH in name]
+    if with_flow and where != "native":
+        raise ValueError(
+            f"{with_flow[0]!r}: a server has one flow, which it is started with (--flow); choose "
+            "--host native"
+        )
     if where == "native":
-        yield NativeHost(Engine(model, dtype=dtype, **engine), distances=distances)
+        plain = [split_condition(name)[0] for name in policies]
+        yield NativeHost(Engine(model, dtype=dtype, policies=plain, **engine), distances=distances)
     elif where == "vllm":
         from kvgraft.server.process import serving  # needs the packages of kvgraft[serve]
 

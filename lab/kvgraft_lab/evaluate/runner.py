@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kvgraft.cli.progress import OnProgress
-from kvgraft.policies import parse_policy
+from kvgraft_lab.evaluate.conditions import check_condition
 from kvgraft_lab.evaluate.hosts import Answer, Host
 from kvgraft_lab.evaluate.jsonl import check_config, read_lines
 from kvgraft_lab.evaluate.metrics import SCORES
@@ -26,7 +26,7 @@ class EvalSettings:
 
     Attributes:
         suites: task suites.
-        policies: policies, beginning with `full`.
+        policies: policies, beginning with `full`. Each may name a flow, see `conditions`.
         lengths: approximate prompt lengths in tokens.
         num_segments: reused segments in a prompt.
         patterns: patterns of reuse, see `Shape`.
@@ -52,7 +52,7 @@ class EvalSettings:
 
     def __post_init__(self) -> None:
         for policy in self.policies:
-            parse_policy(policy)
+            check_condition(policy)
 
         if not self.policies or self.policies[0] != "full":
             raise ValueError(

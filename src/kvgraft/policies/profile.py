@@ -54,6 +54,21 @@ class MeasuredMatching(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kl: Interval
 
 
+class MeasuredFlow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The chosen policy, with answers decoded under a flow.
+
+    Attributes:
+        flow: `name:option=value,...` or a file.
+        kl: see `MeasuredPolicy`.
+        faster: speed of a decode step relative to dense attention, after a prompt of the
+            calibration's length.
+    """
+
+    flow: str
+    kl: Interval
+    faster: float
+
+
 class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=True):
     """The policy that was chosen for a checkpoint, and its expected quality.
 
@@ -68,6 +83,8 @@ class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=
         budget: greatest share of full recomputation's floating-point operations that was allowed.
         match: matching of known text, `exact` or `similar`, where no setting names one.
         edited: the chosen policy with both, on texts that have been edited.
+        flow: recommended flow, `dense` for none. It is not applied by itself.
+        flows: the chosen policy with each flow that was tried.
         far_mass: [L][Hkv] share of each KV head's attention outside sinks and a window, a hint for
             `profile-heads`; empty if the texts were too short.
     """
@@ -82,6 +99,8 @@ class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=
     budget: float = 1.0
     match: str = "exact"
     edited: tuple[MeasuredMatching, ...] = ()
+    flow: str = "dense"
+    flows: tuple[MeasuredFlow, ...] = ()
     far_mass: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -104,6 +123,7 @@ class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=
             f"{self.expected.flops:.0%} of "
             f"the FLOPs, KL {self.expected.kl[0]:.4f} nats ({noise:.2f} of order noise), "
             f"{self.expected.flips[0]:.1%} of the tokens others than full's{self._of_alike}"
+            f"{self._of_flow}"
         )
 
     @property
@@ -119,6 +139,16 @@ class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=
             f", {self.expected.alike[0]:+.0%} right answers about documents that look "
             f"alike{warning}"
         )
+
+    @property
+    def _of_flow(self) -> str:
+        for one in self.flows:
+            if one.flow == self.flow:
+                return (
+                    f"; --flow {one.flow} decodes {one.faster:.1f} times as fast after "
+                    f"{self.tokens} tokens, at KL {one.kl[0]:.4f}"
+                )
+        return ""
 
 
 def default_match(policies: Iterable[Policy], profile: PolicyProfile | None) -> str:
