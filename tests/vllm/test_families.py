@@ -5,10 +5,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import multimodal
 import pytest
 import warm
 from engines import ENVIRONMENT
-from families import DEEPSEEK, FAMILIES, WINDOWED, make_family
+from families import DEEPSEEK, FAMILIES, make_family
+from families import WINDOWED as WINDOWED_TEXT
 from family_table import row, table, written
 
 from kvgraft.vllm.compat.families import FLOWS, IN_STEPS, PLAIN
@@ -19,11 +21,14 @@ BLOCKS = 96  # for each group of layers
 REQUESTS = 40
 # vLLM's CPU kernel reads DeepSeek's queries wrongly
 NATIVE_ROTARY = {"custom_ops": ["all", "-rotary_embedding"]}
+WINDOWED = (*WINDOWED_TEXT, *multimodal.WINDOWED)
+# cases of the tests that take minutes; the others are soaks
+SLOW = [("DeepSeek-V2", ""), ("Gemma 3 with images", ""), ("Qwen2.5-VL", "")]
 
 ONE_GROUP, NO_MLA = "one group", "no MLA"
 CASES = [
     *((family, "") for family in FAMILIES), ("gpt-oss", ONE_GROUP), ("Gemma 3", ONE_GROUP),
-    ("DeepSeek-V2", NO_MLA),
+    ("DeepSeek-V2", NO_MLA), *((family, "") for family in multimodal.FAMILIES),
 ]  # fmt: skip
 
 
@@ -58,14 +63,19 @@ def facts(directory: Path, family: str, variant: str) -> dict[str, Any]:
 def facts_of(directory: Path, family: str, variant: str) -> dict[str, Any]:
     """What a process finds out about a family."""
     model, latent = directory / family, family in DEEPSEEK and variant != NO_MLA
+    has_images = family in multimodal.FAMILIES
     if not model.exists():
-        make_family(family, model)
+        make = multimodal.make_apart if has_images else make_family
+        make(family, model)
     job = {
         "model": str(model),
         "engine": engine_of(family, variant),
         "latent": latent,
         "requests": REQUESTS,
+        "image": multimodal.image_token(family) if has_images else None,
     }
+    if has_images:
+        return multimodal.run(ENGINE, job, ENVIRONMENT)
     found: dict[str, Any] = warm.run(
         ENGINE, job, **ENVIRONMENT, VLLM_MLA_DISABLE=str(int(variant == NO_MLA))
     )
@@ -74,10 +84,7 @@ def facts_of(directory: Path, family: str, variant: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("family", "variant"),
-    [
-        case if case == ("DeepSeek-V2", "") else pytest.param(*case, marks=pytest.mark.soak)
-        for case in CASES
-    ],
+    [case if case in SLOW else pytest.param(*case, marks=pytest.mark.soak) for case in CASES],
 )
 def test_a_family(facts: dict[str, Any], family: str, variant: str):
     plain, naive = facts["plain"], facts["naive"]
@@ -103,10 +110,10 @@ def test_a_family(facts: dict[str, Any], family: str, variant: str):
     assert facts["counts"]["outcome grafted"] > 1
     assert facts["near_duplicates"]["tokens"] == facts["plain_edited"]
     assert facts["near_duplicates"]["report"]["grafted_tokens"] > 100
-    keeps = facts["architecture"] in PLAIN and family != "Phi-4-mini"
+    keeps = facts["language model"] in PLAIN and family != "Phi-4-mini"
     assert facts["documents"]["outcome"] == ("grafted" if keeps else "off")
     by_head = facts["redknot"]["report"]
-    if facts["architecture"] in IN_STEPS and family != "Phi-4-mini":
+    if facts["language model"] in IN_STEPS and family != "Phi-4-mini":
         assert facts["redknot"]["tokens"] == plain
         assert by_head["grafted_tokens"] == by_head["recomputed_tokens"] > 480
         assert facts["with windows"]["report"]["grafted_tokens"] > 480
@@ -116,10 +123,16 @@ def test_a_family(facts: dict[str, Any], family: str, variant: str):
         len(facts["groups"]) == 1 and (family not in DEEPSEEK or variant == NO_MLA)
     )
     flow = facts["flow"]
-    if facts["architecture"] in FLOWS:
+    if facts["language model"] in FLOWS:
         assert flow["dense"] == plain != flow["sparse"]
     else:
         assert "flows" in flow["refused"]
+    if images := facts.get("images"):
+        for answer in images["answers"]:
+            assert not answer["wrong"], "prompts with images are answered as plain vLLM does"
+            assert answer["report"]["reason"] == "multimodal"
+            assert answer["report"]["grafted_tokens"] == 0
+        assert images["left"] == 0, "text beside an image is nobody's source"
 
 
 @pytest.mark.soak

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.models import supports_multimodal
 
 from kvgraft.vllm.heads.attention import HeadAttention
 from kvgraft.vllm.patches.replacing import replaced
@@ -138,8 +139,13 @@ class TransformersLayer(DecoderLayer):
         return super().entering(given, named)[0]
 
 
+def language_model_of(model: Any) -> Any:
+    """Return the language model of a loaded multimodal model; any other model is one itself."""
+    return model.get_language_model() if supports_multimodal(model) else model
+
+
 def layers_of(model: Any) -> list[DecoderLayer]:
-    """Return the decoder layers of a loaded model."""
+    """Return the decoder layers of a loaded language model."""
     inner = model.model
     if not hasattr(inner, "rotary_emb"):
         return [DecoderLayer(layer) for layer in inner.layers]

@@ -37,14 +37,22 @@ ARCHITECTURES = (
     *ONLY_WITHOUT_ROTARY_KERNEL,
 )
 
+# multimodal classes, and the class of the language model in each
+LANGUAGE_MODELS = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
+    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+}
 # attention without windows, sinks and caps of logits, as flows need it
 FLOWS = (*PLAIN, "Glm4ForCausalLM", "Glm4MoeForCausalLM")
 
 
 def architecture_of(config: VllmConfig) -> str:
-    """Return the model class that vLLM has resolved, without our prefix."""
-    architecture: str = config.model_config.architecture
-    return architecture.removeprefix(BY_HEAD)
+    """Return the class of the language model that vLLM has resolved, without our prefix."""
+    architecture: str = config.model_config.architecture.removeprefix(BY_HEAD)
+    return LANGUAGE_MODELS.get(architecture, architecture)
 
 
 def is_by_head(config: VllmConfig) -> bool:

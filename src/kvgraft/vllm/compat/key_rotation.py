@@ -11,6 +11,8 @@ from vllm.config import VllmConfig
 
 from kvgraft.kv.rope import Rope, rotate_part
 
+# parameters of multimodal RoPE alone
+M_ROPE = ("mrope_section", "mrope_interleaved")
 # cosines and sines [n, d / 2] of shifts; None where nothing rotates
 Angles = tuple[Tensor, Tensor] | None
 
@@ -91,4 +93,9 @@ def _rope_parameters(text: Any, layer: int) -> dict[str, Any]:
     kinds = getattr(text, "layer_types", None) or ()
     if kinds and set(given) & set(kinds):
         given = given[kinds[layer]]
-    return dict(given)
+    # M-RoPE gives the tokens of a text three equal positions, which is plain RoPE.
+    return {
+        key: "default" if value == "mrope" else value
+        for key, value in given.items()
+        if key not in M_ROPE
+    }

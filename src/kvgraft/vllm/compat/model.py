@@ -17,7 +17,13 @@ from kvgraft.kv.rope import Rope
 from kvgraft.vllm.compat import head_attention, latent
 from kvgraft.vllm.compat.adapters import RunnerAdapters
 from kvgraft.vllm.compat.decoder_caches import DecoderCaches
-from kvgraft.vllm.compat.decoder_layers import embed, layers_of, output_states, window_of
+from kvgraft.vllm.compat.decoder_layers import (
+    embed,
+    language_model_of,
+    layers_of,
+    output_states,
+    window_of,
+)
 from kvgraft.vllm.compat.drafts import Drafter, has_draft_model
 from kvgraft.vllm.compat.families import is_by_head
 from kvgraft.vllm.compat.group_attention import RecoveryAttention, RowsMetadata, pseudo_sequences
@@ -67,7 +73,7 @@ class ModelHost(DecoderCaches):
         self.config: VllmConfig = runner.vllm_config
         self.adapters = RunnerAdapters(runner)
         self._model = runner.get_model()
-        self.layers = layers_of(self._model)
+        self.layers = layers_of(self._language_model)
         self.num_layers = len(self.layers)
         order = order_of([group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups])
         groups = [
@@ -123,6 +129,11 @@ class ModelHost(DecoderCaches):
         self.runs_as_one = self._can_run_as_one()
 
     @property
+    def _language_model(self) -> Any:
+        """vLLM's model without the parts that read images; of most models the whole."""
+        return language_model_of(self._model)
+
+    @property
     def plain_rope(self) -> Rope:
         """Rotary frequencies with which all layers rotate all channels of their keys.
 
@@ -143,7 +154,7 @@ class ModelHost(DecoderCaches):
         """Return the output of the model [n, D] for states [n, 2, D] that left the last layer."""
         hidden, residual = states[:, 0].contiguous(), states[:, 1].contiguous()
         return output_states(
-            self._model, hidden, residual, keeps_residual=self.layers[-1].keeps_residual
+            self._language_model, hidden, residual, keeps_residual=self.layers[-1].keeps_residual
         )
 
     def logits(self, states: Tensor) -> Tensor:
@@ -152,7 +163,7 @@ class ModelHost(DecoderCaches):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return embeddings [n, D] of token ids int64 [n]."""
-        return self._by_parts(partial(embed, self._model), token_ids)
+        return self._by_parts(partial(embed, self._language_model), token_ids)
 
     def _by_parts(self, compute: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         """Apply `compute` to parts of `max_rows` rows: adapters can be mapped for no more."""
@@ -262,13 +273,22 @@ class ModelHost(DecoderCaches):
             for index, act in before_attention.items():
                 stack.enter_context(before_attending(self._attention_of(index), act))
             states: Tensor = self._model(
-                input_ids=token_ids,
-                positions=positions,
+                **self._inputs(token_ids), positions=self._places(positions),
                 intermediate_tensors=None,
-                inputs_embeds=None,
-            )
+            )  # fmt: skip
 
         return states
+
+    def _inputs(self, token_ids: Tensor) -> dict[str, Tensor | None]:
+        """Return what the compiled model takes: a multimodal one takes embeddings."""
+        if self.config.model_config.supports_multimodal_inputs:
+            return {"input_ids": None, "inputs_embeds": self.embed(token_ids)}
+        return {"input_ids": token_ids, "inputs_embeds": None}
+
+    def _places(self, positions: Tensor) -> Tensor:
+        """Return the positions int64 [n] of text as the compiled model takes them: M-RoPE has three
+        of each token, [3, n]."""
+        return positions.repeat(3, 1) if self.config.model_config.uses_mrope else positions
 
     def project(
         self, index: int, slots: Tensor, positions: Tensor, hidden: Tensor, residual: Tensor | None

@@ -25,6 +25,7 @@ from kvgraft.vllm.compat.drafts import draft_rope, has_draft_model
 from kvgraft.vllm.compat.families import (
     ARCHITECTURES,
     IN_STEPS,
+    LANGUAGE_MODELS,
     ONLY_WITHOUT_ROTARY_KERNEL,
     architecture_of,
     is_by_head,
@@ -183,14 +184,15 @@ def _model_reasons(config: VllmConfig) -> Iterator[str]:
     """Yield reasons against the model class, its options and its draft model."""
     model, text = config.model_config, config.model_config.hf_text_config
     if architecture_of(config) not in ARCHITECTURES:
-        yield f"model class {model.architecture}: supported are {', '.join(ARCHITECTURES)}"
+        known = ", ".join((*ARCHITECTURES, *LANGUAGE_MODELS))
+        yield f"model class {model.architecture}: supported are {known}"
         return
 
     if model.trust_remote_code:
         yield "trust_remote_code: a checkpoint must not bring code"
 
-    if model.is_multimodal_model:
-        yield "a multimodal model"
+    if model.is_multimodal_model and config.lora_config is not None:
+        yield "LoRA adapters on a multimodal model: they have not been tested"
 
     if getattr(text, "dual_chunk_attention_config", None):
         yield "dual chunk attention"
@@ -224,6 +226,9 @@ def _draft_reasons(config: VllmConfig) -> Iterator[str]:
         allowed = ", ".join((*DRAFTLESS_SPECULATION, *DRAFTING))
         yield f"speculative decoding by {speculation.method!r}: allowed are {allowed}"
         return
+
+    if config.model_config.is_multimodal_model:
+        yield f"speculative decoding by {speculation.method!r} on a multimodal model"
 
     if config.use_v2_model_runner:
         yield (

@@ -61,13 +61,13 @@ def register_blocks(
 ) -> None:
     """Register the full blocks of the first `num_tokens` tokens that vLLM has hashed.
 
-    Blocks that hold or follow grafts are registered with their depth. Trials register nothing, and
-    neither do requests whose adapter is unknown.
+    Blocks that hold or follow grafts are registered with their depth. See `leaves_kv` for requests
+    that register nothing.
 
     Args:
         blocks: blocks of the request in the main KV cache group.
     """
-    if state.is_trial or not state.has_known_weights:
+    if not state.leaves_kv:
         return
 
     provenance, size = state.provenance, admission.pool.block_size

@@ -138,6 +138,16 @@ class RequestState:
         return self.adapter is None or bool(self.adapter.digest)
 
     @property
+    def leaves_kv(self) -> bool:
+        """True if others may graft its KV: equal scopes and token ids mean equal KV.
+
+        Trials leave nothing, and neither do images nor prompt embeddings, which token ids do not
+        tell.
+        """
+        is_text = not self.request.mm_features and self.request.prompt_embeds is None
+        return is_text and self.has_known_weights and not self.is_trial
+
+    @property
     def namespace(self) -> str:
         """Isolation key of the request, which vLLM also includes in its block hashes."""
         return self.request.cache_salt or ""

@@ -373,7 +373,7 @@ class SchedulerSide:
         """Register a request's first `num_computed` tokens for reuse and in the store."""
         num_computed = min(num_computed, state.request.num_tokens)
         register_blocks(self.admission, state, blocks, num_computed)
-        if self.stored is not None and state.has_known_weights:
+        if self.stored is not None and state.leaves_kv:
             self.stored.keep(state, blocks, ended=ended)
 
     def _leave(self, state: RequestState, blocks: list[int]) -> None:
