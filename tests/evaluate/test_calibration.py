@@ -29,6 +29,7 @@ from kvgraft_lab.evaluate.calibration import (
     CHECKING,
     CHOOSING,
     EDITED,
+    WITH_FLOWS,
     CalibrationSettings,
     candidates,
     choose,
@@ -202,10 +203,12 @@ def test_a_profile_says_what_chose_and_what_to_expect(calibrated: Path):
         == min(profile.tried, key=lambda one: one.kl[0]).policy
         == profile.expected.policy
     )
+    assert {row.policy for row in checked} == {"full", profile.policy, ORDER_NOISE}
     under = f"{profile.policy} with quest:topk_blocks=1"
-    assert {row.policy for row in checked} == {"full", profile.policy, under, ORDER_NOISE}
+    flowing = read_rows(calibrated / "results" / WITH_FLOWS)
+    assert {row.policy for row in flowing} == {"full", under}
     [flow] = profile.flows
-    kl = [row.answer.distances["answer_kl"] for row in checked if row.policy == under]
+    kl = [row.answer.distances["answer_kl"] for row in flowing if row.policy == under]
     assert flow.kl[0] == pytest.approx(sum(kl) / len(kl), abs=1e-6)
     assert flow.flow == "quest:topk_blocks=1"
     assert flow.faster > 0
@@ -254,7 +257,7 @@ def test_a_calibration_that_was_stopped_goes_on(
     calibrated: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
     results = tmp_path / "results"
-    for name in (CHOOSING, ALIKE, CHECKING, *EDITED.values()):
+    for name in (CHOOSING, ALIKE, CHECKING, WITH_FLOWS, *EDITED.values()):
         (results / name).mkdir(parents=True)
         for file in (calibrated / "results" / name).iterdir():
             (results / name / file.name).write_bytes(file.read_bytes())

@@ -167,7 +167,7 @@ def test_calls_in_a_package_are_asked_with_the_definitions_that_they_use():
 def test_right_answers_are_counted_where_they_are_known():
     line = AnsweredQuestion("?", ("a",), 9, (PolicyAnswer("full", "x = f(1)", 2.0, 0, 0, None),
         PolicyAnswer("spread", "x = f(2)", 1.0, 5, 1, None)), "x = f(1)")  # fmt: skip
-    assert _summary([line, line], "lines").endswith("As the file has it: full 2, spread 0 of 2.")
+    assert _summary([line, line], "lines").endswith("Equal to the file, of 2: full 2, spread 0.")
 
 
 @pytest.mark.parametrize("where", ["missing", "empty"])

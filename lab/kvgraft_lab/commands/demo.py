@@ -93,7 +93,7 @@ def demo(
         _show_reading(engine, reading, ("full", *(policy or [named])), as_json)
         return
     if code:
-        raise ValueError(f"--code needs a model with a chat template, which {model} has not")
+        raise ValueError(f"--code needs a model with a chat template, and {model} has none")
     _show_scenarios(engine, policies, seed or 0, 8 if items is None else items, serve, as_json)
 
 

@@ -62,7 +62,7 @@ LEAST_FASTER = 1.1
 # share of full's floating-point operations; TTFT is then about 4 times shorter than full's
 BUDGET = 0.25
 # names of the evaluations' directories
-CHOOSING, ALIKE, CHECKING = "choosing", "alike", "checking"
+CHOOSING, ALIKE, CHECKING, WITH_FLOWS = "choosing", "alike", "checking", "flows"
 EDITED: Mapping[Match, str] = {"exact": "edited-exact", "similar": "edited-similar"}
 # share of the words that are edited in the prompts that choose the matching
 EDITED_SHARE = 0.02
@@ -127,6 +127,10 @@ class CalibrationSettings:
         """
         return self._evaluation(edit_known(make_own(self.texts, "test"), EDITED_SHARE), (policy,))
 
+    def flow_evaluation(self, conditions: Sequence[str]) -> EvalSettings:
+        """Return the settings of the prompts that check, under policies with flows."""
+        return self._evaluation(make_own(self.texts, "test"), conditions)
+
     def _evaluation(self, suite: Suite, policies: Sequence[str]) -> EvalSettings:
         per_task = -(-self.items // len(suite.tasks))
         return EvalSettings(
@@ -172,9 +176,11 @@ def calibrate(
         testbed: True for the bundled model, which reads no English.
 
     Raises:
-        ValueError: the texts are too short, no policy is within the budget, or the directory holds
-            another calibration.
+        ValueError: the texts are too short, no policy is within the budget, the engine cannot run
+            a flow, or the directory holds another calibration.
     """
+    for flow in settings.flows:
+        engine.scheduler.flows.find(flow)
     host, policies = NativeHost(engine, match="exact"), tuple(dict.fromkeys(settings.policies))
     choosing = run(
         settings.evaluation(policies, checks=False), host, directory / CHOOSING, on_progress
@@ -187,9 +193,9 @@ def calibrate(
     less = {one.policy: _difference(one) for one in summarise(alike, "all")}
     tried = tuple(replace(_measured(one), alike=less[one.policy]) for one in others)
     chosen = choose(tried, settings.budget)
-    under = {flow: f"{chosen.policy}{WITH}{flow}" for flow in dict.fromkeys(settings.flows)}
-    checked = settings.evaluation((chosen.policy, *under.values()), checks=True)
-    checking = run(checked, host, directory / CHECKING, on_progress)
+    checking = run(
+        settings.evaluation((chosen.policy,), checks=True), host, directory / CHECKING, on_progress
+    )
     found = {one.policy: one for one in summarise(checking, "all")}
     noise = _interval(found[ORDER_NOISE].answer_kl)
     asked, edited = settings.edited_evaluation(chosen.policy), []
@@ -198,11 +204,7 @@ def calibrate(
         _, one = summarise(rows, "all")
         edited.append(MeasuredMatching(match, one.flops, _interval(one.answer_kl)))
 
-    speed = speedups(engine, list(under), settings.length)
-    flows = tuple(
-        MeasuredFlow(flow, _interval(found[name].answer_kl), round(speed[flow][1], 2))
-        for flow, name in under.items()
-    )
+    flows = _measure_flows(engine, settings, chosen.policy, directory, on_progress)
     return PolicyProfile(
         model=engine.config.identity,
         policy=chosen.policy,
@@ -246,6 +248,27 @@ def choose_matching(edited: Sequence[MeasuredMatching], order_noise: Interval) -
     if there is none."""
     near = [one for one in edited if one.kl[0] <= order_noise[0]]
     return min(near, key=lambda one: one.flops).match if near else "exact"
+
+
+def _measure_flows(
+    engine: Engine,
+    settings: CalibrationSettings,
+    policy: str,
+    directory: Path,
+    on_progress: OnProgress | None,
+) -> tuple[MeasuredFlow, ...]:
+    """Measure the chosen policy with each flow, on the prompts that check."""
+    under = {flow: f"{policy}{WITH}{flow}" for flow in dict.fromkeys(settings.flows)}
+    if not under:
+        return ()
+    asked = settings.flow_evaluation(tuple(under.values()))
+    rows = run(asked, NativeHost(engine, match="exact"), directory / WITH_FLOWS, on_progress)
+    found = {one.policy: one for one in summarise(rows, "all")}
+    speed = speedups(engine, list(under), settings.length)
+    return tuple(
+        MeasuredFlow(flow, _interval(found[name].answer_kl), round(speed[flow][1], 2))
+        for flow, name in under.items()
+    )
 
 
 def choose_flow(flows: Sequence[MeasuredFlow], order_noise: Interval) -> str:

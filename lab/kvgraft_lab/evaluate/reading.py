@@ -190,7 +190,7 @@ def _right(answered: Sequence[AnsweredQuestion]) -> str:
         if answer.text == question.expected
     )
     counts = (f"{answer.policy} {right[answer.policy]}" for answer in answered[0].answers)
-    return f" As the file has it: {', '.join(counts)} of {len(answered)}."
+    return f" Equal to the file, of {len(answered)}: {', '.join(counts)}."
 
 
 def _compared(answers: Sequence[PolicyAnswer], answered: Sequence[AnsweredQuestion]) -> str:

@@ -9,6 +9,7 @@ CrossCodeEval, Ding et al. 2023).
 """
 
 import ast
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -207,13 +208,14 @@ def read_package(base: Path, folder: str) -> Package:
     """
     trees = {}
     for path in sorted((base / folder).rglob("*.py")):
-        parts = path.relative_to(base).parts
+        parts = path.relative_to(base / folder).parts
         if any("test" in part or part.startswith(".") for part in parts):
             continue
         try:
             source = path.read_text(encoding="utf-8")
-            trees[path.relative_to(base).as_posix()] = source, ast.parse(source)
-        except (SyntaxError, UnicodeDecodeError):
+            with warnings.catch_warnings(action="ignore"):
+                trees[path.relative_to(base).as_posix()] = source, ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError):
             continue
 
     definitions = {
