@@ -123,15 +123,10 @@ def make_family(name: str, directory: Path) -> Path:
         model.get_input_embeddings().weight.data *= 0.1
     model.float().save_pretrained(directory)
     make_tokenizer(settings["vocab_size"]).save_pretrained(directory)
-    save_head_map(directory)
-    return directory
-
-
-def save_head_map(directory: Path) -> None:
-    """Write a head map for a checkpoint of `SIZES`."""
     heads = (HeadClass.LOCAL, HeadClass.GLOBAL, HeadClass.RETRIEVAL, HeadClass.LOCAL)[
         : SIZES["num_key_value_heads"]
     ]
     HeadMap(identify(directory), 3, 24, (heads,) * SIZES["num_hidden_layers"]).save(
         directory / HEAD_MAP_FILE
     )
+    return directory

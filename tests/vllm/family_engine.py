@@ -41,6 +41,7 @@ from kvgraft.vllm.compat.families import architecture_of  # noqa: E402
 from kvgraft.vllm.compat.support import UnsupportedConfiguration  # noqa: E402
 from kvgraft.vllm.connector.metadata import CHUNK_BLOCKS, Load  # noqa: E402
 from kvgraft.vllm.connector.store_worker import StoreWorker  # noqa: E402
+from kvgraft.vllm.patches.requests import set_known_prompt  # noqa: E402
 
 DOCUMENTS = [words(300, 1), words(230, 2)]
 PROMPT = words(100, 3) + DOCUMENTS[0] + words(40, 5) + DOCUMENTS[1] + words(9, 4)
@@ -139,6 +140,21 @@ def with_images(host: Host, token: int) -> dict[str, Any]:
     host.ask(with_image(token, COLOURS[0]))
     [follower] = host.ask(Ask(PROMPT, NAIVE))
     return {"answers": answers, "left": follower.grafted}
+
+
+def positions_of_another_prompt(host: Host) -> int | None:
+    """How many positions a worker has after a prompt has become longer; None without M-RoPE."""
+    runner = host.worker._runner
+    if not runner.uses_mrope:
+        return None
+    name = host.add(Ask(PROMPT, max_tokens=4))
+    host.step_until(lambda: name in host.outputs)
+    request_id = host.request(name).request_id
+    set_known_prompt(runner, request_id, words(200, 8))
+    found = int(runner.requests[request_id].mrope_positions.shape[1])
+    set_known_prompt(runner, request_id, PROMPT)
+    host.finish(name)
+    return found
 
 
 def near_duplicates(host: Host) -> dict[str, Any]:
@@ -247,6 +263,7 @@ def main(answers: IO[str]) -> None:
     config = host.model.config
     facts["architecture"] = config.model_config.architecture
     facts["language model"] = architecture_of(config)
+    facts["positions"] = positions_of_another_prompt(host)
     if job["image"]:
         facts["images"] = with_images(host, job["image"])
     host.llm.llm_engine.engine_core.shutdown()

@@ -20,7 +20,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "vllm")]
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from families import FAMILIES as TEXT_FAMILIES  # noqa: E402
-from families import GEMMA, GEMMA3_ROPE, SIZES, save_head_map  # noqa: E402
+from families import GEMMA, GEMMA3_ROPE, SIZES  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
@@ -116,7 +116,6 @@ def make(name: str, directory: Path) -> None:
     _processor(kind).save_pretrained(directory)
     if kind == "gemma3":
         _rename(directory / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")
-    save_head_map(directory)
 
 
 def image_token(name: str) -> int | None:

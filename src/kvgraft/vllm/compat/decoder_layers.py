@@ -140,7 +140,7 @@ class TransformersLayer(DecoderLayer):
 
 
 def language_model_of(model: Any) -> Any:
-    """Return the language model of a loaded multimodal model; any other model is one itself."""
+    """Return the language model inside a loaded multimodal model, or the model itself."""
     return model.get_language_model() if supports_multimodal(model) else model
 
 

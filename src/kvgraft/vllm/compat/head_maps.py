@@ -13,7 +13,9 @@ from kvgraft.vllm.settings import KVGraftSettings
 
 def works_by_head(config: VllmConfig) -> bool:
     """Return True if the layers of this model can run policies that work head by head."""
-    return architecture_of(config) in IN_STEPS and is_plain(config)
+    # No head map can be made of a multimodal checkpoint: the native engine does not run it.
+    is_text = not config.model_config.is_multimodal_model
+    return is_text and architecture_of(config) in IN_STEPS and is_plain(config)
 
 
 def find_head_map(config: VllmConfig) -> HeadMap | None:

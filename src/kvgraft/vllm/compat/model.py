@@ -30,7 +30,7 @@ from kvgraft.vllm.compat.group_attention import RecoveryAttention, RowsMetadata,
 from kvgraft.vllm.compat.key_rotation import KeyRotation, rotation_of
 from kvgraft.vllm.compat.pools import PoolLayout
 from kvgraft.vllm.compat.residuals import ResidualStreams
-from kvgraft.vllm.compat.support import UnsupportedConfiguration
+from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_language_model
 from kvgraft.vllm.groups import order_of
 from kvgraft.vllm.patches.operators import FusedOperators, takes_any_rows
 from kvgraft.vllm.patches.replacing import before_attending
@@ -65,14 +65,15 @@ class ModelHost(DecoderCaches):
         runs_as_one: True if `run_model` can replace calls of all layers.
 
     Raises:
-        UnsupportedConfiguration: the cache layout cannot be read, or keys do not rotate as the
-            config says.
+        UnsupportedConfiguration: the cache layout cannot be read, keys do not rotate as the config
+            says, or a multimodal model holds an unexpected language model.
     """
 
     def __init__(self, runner: Any, residual_layers: Iterable[int] = ()) -> None:
         self.config: VllmConfig = runner.vllm_config
         self.adapters = RunnerAdapters(runner)
         self._model = runner.get_model()
+        check_language_model(self.config, self._language_model)
         self.layers = layers_of(self._language_model)
         self.num_layers = len(self.layers)
         order = order_of([group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups])
@@ -130,7 +131,7 @@ class ModelHost(DecoderCaches):
 
     @property
     def _language_model(self) -> Any:
-        """vLLM's model without the parts that read images; of most models the whole."""
+        """Language model inside a multimodal model; for other models, the model itself."""
         return language_model_of(self._model)
 
     @property
@@ -273,7 +274,7 @@ class ModelHost(DecoderCaches):
             for index, act in before_attention.items():
                 stack.enter_context(before_attending(self._attention_of(index), act))
             states: Tensor = self._model(
-                **self._inputs(token_ids), positions=self._places(positions),
+                **self._inputs(token_ids), positions=self._model_positions(positions),
                 intermediate_tensors=None,
             )  # fmt: skip
 
@@ -285,10 +286,16 @@ class ModelHost(DecoderCaches):
             return {"input_ids": None, "inputs_embeds": self.embed(token_ids)}
         return {"input_ids": token_ids, "inputs_embeds": None}
 
-    def _places(self, positions: Tensor) -> Tensor:
-        """Return the positions int64 [n] of text as the compiled model takes them: M-RoPE has three
-        of each token, [3, n]."""
-        return positions.repeat(3, 1) if self.config.model_config.uses_mrope else positions
+    def _model_positions(self, positions: Tensor) -> Tensor:
+        """Return the positions int64 [n] of text as the compiled model takes them.
+
+        With M-RoPE every token has three, [3, n], with the strides of vLLM's buffer.
+        """
+        if not self.config.model_config.uses_mrope:
+            return positions
+        count = len(positions)
+        places = positions.new_empty(3, count + 1)[:, :count]
+        return places.copy_(positions)
 
     def project(
         self, index: int, slots: Tensor, positions: Tensor, hidden: Tensor, residual: Tensor | None

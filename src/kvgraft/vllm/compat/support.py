@@ -90,6 +90,21 @@ def _config_reasons(config: VllmConfig) -> Iterator[str]:
     yield from _head_map_reasons(config)
 
 
+def check_language_model(config: VllmConfig, model: Any) -> None:
+    """Raise UnsupportedConfiguration if a multimodal model holds another language model than its
+    class says: its text config may choose one.
+
+    Args:
+        model: vLLM's language model, loaded.
+    """
+    if not config.model_config.is_multimodal_model:
+        return
+    expected, classes = architecture_of(config), [kind.__name__ for kind in type(model).__mro__]
+    if expected not in classes:
+        _refuse([f"language model {classes[0]} in {config.model_config.architecture}: supported is "
+                 f"{expected}"])  # fmt: skip
+
+
 def check_connector(config: VllmConfig) -> None:
     """Raise UnsupportedConfiguration if vLLM uses another connector, even one that wraps ours.
 
@@ -228,7 +243,10 @@ def _draft_reasons(config: VllmConfig) -> Iterator[str]:
         return
 
     if config.model_config.is_multimodal_model:
-        yield f"speculative decoding by {speculation.method!r} on a multimodal model"
+        yield (
+            f"speculative decoding by {speculation.method!r} on a multimodal model, which has not "
+            f"been tested: allowed are {', '.join(DRAFTLESS_SPECULATION)}"
+        )
 
     if config.use_v2_model_runner:
         yield (

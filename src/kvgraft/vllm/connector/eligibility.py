@@ -150,6 +150,9 @@ class ReuseEligibility:
         sampling = request.sampling_params
         penalty = 1.0 if sampling is None else sampling.repetition_penalty
         checks = {
+            # first: what token ids do not say must not come from the store either
+            "multimodal": bool(request.mm_features),
+            "prompt_embeds": request.prompt_embeds is not None,
             "off": not options.reuse,
             "policy_full": not (options.policy.uses_grafts or keeps),
             "unsupported_model": (keeps and not self._takes_documents)
@@ -157,8 +160,6 @@ class ReuseEligibility:
             "no_head_map": by_head and not self._has_head_map,
             # The penalty counts tokens of the whole prompt, and vLLM sees a truncated one.
             "repetition_penalty": keeps and penalty != 1.0,
-            "multimodal": bool(request.mm_features),
-            "prompt_embeds": request.prompt_embeds is not None,
             "prompt_logprobs": request.skip_reading_prefix_cache,
             "pooling": request.pooling_params is not None,
             "streaming_session": request.resumable,

@@ -141,8 +141,7 @@ class RequestState:
     def leaves_kv(self) -> bool:
         """True if others may graft its KV: equal scopes and token ids mean equal KV.
 
-        Trials leave nothing, and neither do images nor prompt embeddings, which token ids do not
-        tell.
+        They do not for prompts with images or prompt embeddings. Trials leave nothing.
         """
         is_text = not self.request.mm_features and self.request.prompt_embeds is None
         return is_text and self.has_known_weights and not self.is_trial

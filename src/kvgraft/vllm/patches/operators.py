@@ -22,8 +22,8 @@ from vllm.platforms import current_platform
 def takes_any_rows(config: VllmConfig) -> bool:
     """Return True if the compiled model takes any number of token ids and plain attention.
 
-    It does not if rows must be a multiple of the ranks (sequence parallelism), if embeddings
-    replace token ids, or if the attention also quantises its output.
+    It does not if rows must be a multiple of the ranks (sequence parallelism), if prompts may
+    bring embeddings, or if the attention also quantises its output.
     """
     passes = config.compilation_config.pass_config
     # Only vLLM 0.31 has this setting.

@@ -66,3 +66,5 @@ def set_known_prompt(runner: Any, request_id: str, token_ids: list[int]) -> None
     known = getattr(runner, "requests", {}).get(request_id)
     if known is not None:
         known.prompt_token_ids, known.num_prompt_tokens = token_ids, len(token_ids)
+        if runner.uses_mrope:
+            runner._init_mrope_positions(known)
