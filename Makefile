@@ -98,6 +98,7 @@ $(READY): pyproject.toml lab/pyproject.toml scripts/install_vllm.py
 
 # torchvision for tests of multimodal models alone (tests/vllm/vision): in the environment it breaks imports of others
 $(VISION)/.ready: $(READY)
+	@rm -rf $(VISION)
 	@$(PIP) --no-deps --target $(VISION) torchvision==0.28.0
 	@touch $@
 
