@@ -9,8 +9,8 @@ from gguf_files import known_model, make_gguf, make_wheel
 from kvgraft.cli import app, run
 from kvgraft.models import KNOWN
 from kvgraft.prefill import DEFAULT_POLICY
-from kvgraft_lab.evaluate import reading
-from kvgraft_lab.evaluate.passages import Passage, TextQuestion
+from kvgraft_lab.evaluate import passages
+from kvgraft_lab.evaluate.passages import Passage, Reading, TextQuestion
 
 Asked = Callable[..., Any]
 
@@ -122,8 +122,9 @@ def test_demo_asks_a_model_that_chats_about_texts(
     gguf: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     passage = Passage("Hens", "the hen is here. " * 8)
-    monkeypatch.setattr(reading, "READINGS", (("Be quick.", (passage,)),))
-    monkeypatch.setattr(reading, "QUESTIONS", (TextQuestion("where?", (passage,)),))
+    read, questions = (("Be quick.", (passage,)),), (TextQuestion("where?", (passage,), "where?"),)
+    texts = Reading(read, "Answer.", "Read.", questions, "questions about hens")
+    monkeypatch.setattr(passages, "WORLD", texts)
     asked("models", "get", str(gguf), "--name", "tiny")
     [question] = asked("demo", "--model", "tiny")["questions"]
     assert [answer["policy"] for answer in question["answers"]] == ["full", DEFAULT_POLICY]
@@ -132,6 +133,10 @@ def test_demo_asks_a_model_that_chats_about_texts(
     printed = capsys.readouterr().out
     assert "1. where?" in printed
     assert "naive took over" in " ".join(printed.split())
+    assert run(app, ["demo", "--model", "tiny", "--code", "nowhere"]) == 2
+    assert "--code: nowhere is no directory" in capsys.readouterr().err
+    assert run(app, ["demo", "--code", "."]) == 2
+    assert "--code needs a --model that chats" in capsys.readouterr().err
     for flag in (["--seed", "1"], ["--items", "2"], ["--no-serve"]):
         assert run(app, ["demo", "--model", "tiny", *flag]) == 2
         assert "is about the scenarios" in capsys.readouterr().err

@@ -68,7 +68,7 @@ def package(tmp_path: Path) -> Package:
     for file, text in (("shapes", SHAPES), ("drawing", DRAWING), ("__init__", ""), ("bad", "def")):
         (tmp_path / "pkg").mkdir(exist_ok=True)
         (tmp_path / "pkg" / f"{file}.py").write_text(text)
-    return code._read(tmp_path, "pkg")
+    return code.read_package(tmp_path, "pkg")
 
 
 def test_uses_are_whole_lines_that_call_another_files_definition(package: Package):
