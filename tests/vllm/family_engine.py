@@ -2,7 +2,7 @@
 as the last line.
 
     {"model": directory, "engine": {arguments of vLLM's LLM}, "latent": whether it keeps latents (MLA),
-     "requests": how many of the random traffic, "image": token that stands for one, or null}
+     "requests": how many of the random traffic, "image": token that stands for one, if any}
 
 Both engines live in this process, one after the other.
 """
@@ -256,6 +256,7 @@ def main(answers: IO[str]) -> None:
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     job = json.load(sys.stdin)
+    image = job.get("image")
     if job["latent"]:
         allow_prefixes_with_latents()
     host = Host(Path(job["model"]), **job["engine"])
@@ -264,8 +265,8 @@ def main(answers: IO[str]) -> None:
     facts["architecture"] = config.model_config.architecture
     facts["language model"] = architecture_of(config)
     facts["positions"] = positions_of_another_prompt(host)
-    if job["image"]:
-        facts["images"] = with_images(host, job["image"])
+    if image:
+        facts["images"] = with_images(host, image)
     host.llm.llm_engine.engine_core.shutdown()
     ensure_kv_transfer_shutdown()
     plain = start_engine(Path(job["model"]), with_kvgraft=False, **job["engine"])
@@ -285,8 +286,8 @@ def main(answers: IO[str]) -> None:
         ask["options"] for (ask, mine), truth in pairs if differs(mine["tokens"], truth.outputs[0])
     ]
     facts["num_exact"] = len(outputs) - 2
-    for place, colour in enumerate(COLOURS if job["image"] else ()):
-        ask = with_image(job["image"], colour)
+    for place, colour in enumerate(COLOURS if image else ()):
+        ask = with_image(image, colour)
         [truth] = plain.generate([as_prompt(ask)], [as_sampling(ask, logprobs=5)], use_tqdm=False)
         answer = facts["images"]["answers"][place]
         answer["wrong"] = differs(answer["tokens"], truth.outputs[0])
