@@ -136,10 +136,11 @@ def with_images(host: Host, token: int) -> dict[str, Any]:
     host.forget()
     host.read(*DOCUMENTS)
     answers = [asdict(answer) for answer in host.ask(*(with_image(token, one) for one in COLOURS))]
+    [off] = host.ask(replace(with_image(token, COLOURS[0]), options=OFF))
     host.forget()
     host.ask(with_image(token, COLOURS[0]))
     [follower] = host.ask(Ask(PROMPT, NAIVE))
-    return {"answers": answers, "left": follower.grafted}
+    return {"answers": answers, "left": follower.grafted, "off": off.report["reason"]}
 
 
 def positions_of_another_prompt(host: Host) -> int | None:

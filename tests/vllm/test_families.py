@@ -134,6 +134,7 @@ def test_a_family(facts: dict[str, Any], family: str, variant: str):
             assert not answer["wrong"], "prompts with images are answered as plain vLLM does"
             assert answer["report"]["reason"] == "multimodal"
             assert answer["report"]["grafted_tokens"] == 0
+        assert images["off"] == "multimodal", "else it would wait for the store"
         assert images["left"] == 0, "text beside an image is nobody's source"
 
 

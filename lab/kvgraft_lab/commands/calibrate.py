@@ -23,6 +23,7 @@ from kvgraft.cli.options import (
     show,
 )
 from kvgraft.cli.progress import progress_bar
+from kvgraft_lab.commands.names import split_names
 from kvgraft_lab.testbed import MODEL_DIR
 
 # bundled texts of each task
@@ -85,8 +86,9 @@ def calibrate(
     out = model / POLICY_FILE if out is None else out
     check_output(out)
     found, described = _texts(texts or [], trace or [], bundled=model == MODEL_DIR)
-    named = _split(policies or "")
-    tried = calibration.FLOWS if flows is None else [one for one in _split(flows) if one != DENSE]
+    named, tried = split_names(policies or "", ";"), list(calibration.FLOWS)
+    if flows is not None:
+        tried = [flow for flow in split_names(flows, ";") if flow != DENSE]
     # bad values are reported before the model loads
     settings = calibration.CalibrationSettings(
         found, described, named or calibration.CANDIDATES, items, length, segments, budget, seed,
@@ -113,10 +115,6 @@ def calibrate(
     picture = write_calibration(profile, results / "calibration.png")
     if not as_json:
         console.print(f"[dim]{out}, {picture}[/dim]", soft_wrap=True)
-
-
-def _split(names: str) -> list[str]:
-    return [one.strip() for one in names.split(";") if one.strip()]
 
 
 def _texts(

@@ -31,6 +31,7 @@ from kvgraft.cli.options import (
 from kvgraft.cli.progress import progress_bar
 from kvgraft.kv.profiles import LAYERS_FILE
 from kvgraft.methods import require_share
+from kvgraft_lab.commands.names import split_names
 from kvgraft_lab.evaluate.tasks import PATTERNS, SPLITS, find_suites
 from kvgraft_lab.testbed import MODEL_DIR
 
@@ -84,10 +85,10 @@ def evaluate(
 
     settings = runner.EvalSettings(
         find_suites(suite, split),
-        tuple(_split(policies, ";" if ";" in policies or ":" in policies else ",")),
+        tuple(split_names(policies, ";" if ";" in policies or ":" in policies else ",")),
         tuple(_parse_lengths(lengths)),
         segments,
-        PATTERNS if patterns == "all" else tuple(_split(patterns, ",")),
+        PATTERNS if patterns == "all" else tuple(split_names(patterns, ",")),
         items,
         seed,
         order_noise,
@@ -99,11 +100,11 @@ def evaluate(
         "kv_gib": kv_gib,
         "head_map": head_map,
         "head_paging": head_paging,
+        "policies": settings.policies,
     }
-    engine["distances"], engine["policies"] = not scores_only, settings.policies
     with (
         progress_console.status(f"starting {host}"),
-        open_host(host, model, dtype=dtype, **engine) as opened,
+        open_host(host, model, dtype=dtype, distances=not scores_only, **engine) as opened,
         progress_bar(progress_console, "evaluating") as on_progress,
     ):
         rows = runner.run(settings, opened, out, on_progress)
@@ -325,13 +326,9 @@ def profile_costs(
         console.print(f"[dim]{out}[/dim]", soft_wrap=True)
 
 
-def _split(text: str, separator: str) -> list[str]:
-    return [part.strip() for part in text.split(separator) if part.strip()]
-
-
 def _parse_lengths(text: str) -> list[int]:
     try:
-        return [int(part) for part in _split(text, ",")]
+        return [int(part) for part in split_names(text, ",")]
     except ValueError:
         raise ValueError(
             f"lengths must be numbers of tokens, separated by commas, got {text!r}"
