@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvgraft.core.costs import Costs
+from kvgraft.core.expected_prefill import expect
 from kvgraft.core.fingerprints import Fingerprints
 from kvgraft.core.keys import scope_digest
-from kvgraft.fleet.expected import expect
 from kvgraft.fleet.ranking import SILENCE, Ranking, ReplicaReport
 from kvgraft.fleet.replica import FASTEST, SLOWEST, LatencyCalibration
 from kvgraft.fleet.router_view import GRACE, pack

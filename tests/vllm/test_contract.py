@@ -299,6 +299,17 @@ HANDED = {
         "output",
     ): "vllm.v1.core.sched.output:SchedulerOutput",
     ("connector/scheduler_side.py", "on_outcomes", "output"): "vllm.v1.outputs:KVConnectorOutput",
+    ("connector/scheduler_side.py", "", "config.parallel_config"): PARALLEL,
+    ("server/engine_choice.py", "of", "client"): "vllm.v1.engine.async_llm:AsyncLLM",
+    ("server/engine_choice.py", "of", "client.output_processor"): PROCESSOR,
+    ("server/engine_choice.py", "of", "config"): CONFIG,
+    ("server/engine_choice.py", "of", "config.parallel_config"): PARALLEL,
+    ("server/engine_choice.py", "of", "config.cache_config"): CACHE,
+    (
+        "server/engine_choice.py",
+        "_load",
+        "state",
+    ): "vllm.v1.engine.output_processor:RequestState",
     ("server/engine_client.py", "", "client"): "vllm.v1.engine.async_llm:AsyncLLM",
     ("server/engine_client.py", "", "self._client"): "vllm.v1.engine.async_llm:AsyncLLM",
     (

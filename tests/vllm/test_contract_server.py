@@ -3,6 +3,7 @@
 
 import ast
 import inspect
+import re
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -25,6 +26,8 @@ from vllm.v1.core.sched import scheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
@@ -181,6 +184,18 @@ def test_an_idle_refresh_can_be_aborted_by_the_name_that_it_was_given():
         added.index("engine_core.add_request_async("),
     )
     assert known < sent, "TenantEngineClient.admit is called for what can be aborted"
+
+
+def test_the_engine_of_a_request_may_be_chosen_and_other_calls_reach_all_engines():
+    chosen = inspect.getsource(DPLBAsyncMPClient.get_core_engine_for_request)
+    assert "request.data_parallel_rank) is None" in chosen, "EngineChoice sets it"
+    assert "self.core_engines[eng_index]" in chosen
+    for name in ("reset_prefix_cache_async", "is_scheduler_paused_async"):
+        source = inspect.getsource(getattr(DPLBAsyncMPClient, name))
+        assert re.search(r"call_utility(_all|_consensus)?_async", source), name
+    assert "call_utility_all_async" in inspect.getsource(DPLBAsyncMPClient.call_utility_async)
+    independent = inspect.getsource(EngineCoreProc.run_engine_core)
+    assert "parallel_config.data_parallel_index = dp_rank" in independent, "reports name it"
 
 
 def test_every_output_passes_the_guard_and_carries_what_went_ahead():

@@ -7,8 +7,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from kvgraft.core.expected_prefill import BYTES_PER_TOKEN
 from kvgraft.core.fingerprints import SPACING, WINDOW, Fingerprints
-from kvgraft.fleet.expected import BYTES_PER_TOKEN
 from kvgraft_lab.simulation.run import Arrival
 
 _SYSTEM_PROMPT = 1 << 31  # its number; documents come before, what nobody has read behind

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from kvgraft.core.expected_prefill import BYTES_PER_TOKEN
 from kvgraft.core.fingerprints import Fingerprints
 from kvgraft.core.keys import scope_digest
-from kvgraft.fleet.expected import BYTES_PER_TOKEN
 from kvgraft_lab.simulation.run import Arrival
 from kvgraft_lab.traffic.trace import RequestTrace, TracedRequest
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvgraft.core.costs import Costs
+from kvgraft.core.expected_prefill import BYTES_PER_TOKEN, expect
 from kvgraft.core.fingerprints import Fingerprints
-from kvgraft.fleet.expected import BYTES_PER_TOKEN, expect
 from kvgraft.fleet.ranking import Ranking, ReplicaReport
 from kvgraft.fleet.replica_contents import ReplicaContents
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvgraft.cli.progress import OnProgress
 from kvgraft.core.costs import Costs
-from kvgraft.fleet.expected import BYTES_PER_TOKEN
+from kvgraft.core.expected_prefill import BYTES_PER_TOKEN
 from kvgraft_lab.simulation.run import Arrival, FleetShape, Simulated, check_router, simulate
 from kvgraft_lab.simulation.traffic import Traffic
 

@@ -7,8 +7,8 @@ from typing import Protocol
 import numpy as np
 
 from kvgraft.core.costs import Costs
+from kvgraft.core.expected_prefill import BYTES_PER_TOKEN
 from kvgraft.core.fingerprints import Fingerprints
-from kvgraft.fleet.expected import BYTES_PER_TOKEN
 from kvgraft_lab.simulation.generated import TrafficShape, generate
 from kvgraft_lab.simulation.recorded import replayed, texts_of
 from kvgraft_lab.simulation.run import Arrival

@@ -10,20 +10,23 @@ import numpy as np
 
 from kvgraft.core.cost_model import WORK
 from kvgraft.core.costs import TOKENS, Costs
+from kvgraft.core.expected_prefill import (
+    BYTES_PER_TOKEN,
+    IMBALANCE,
+    Expected,
+    expect,
+    is_overloaded,
+    with_delays,
+)
 from kvgraft.core.fingerprints import Fingerprints
-from kvgraft.fleet.expected import BYTES_PER_TOKEN, Expected, expect
 from kvgraft.fleet.router_view import RouterView, Server
 
 # seconds after which a replica's last report no longer counts
 SILENCE = 30.0
 # seconds after which a replica sends a new report, even if nothing has changed
 HEARTBEAT = 10.0
-# minimum seconds of a prompt, because costs may be zero
-TINY = 1e-12
 # by all text, by beginnings only, by load, or at random
 ROUTINGS = ("segments", "prefixes", "load", "random")
-# load cap: requests of a replica as a multiple of the mean, plus one
-IMBALANCE = 1.5
 
 
 @dataclass(frozen=True)
@@ -100,10 +103,8 @@ class Ranked(Generic[Server]):
 class Ranking(Generic[Server]):
     """Ranking of a fleet's replicas, one prompt after the other; for one thread.
 
-    The best replica is the one with the earliest expected first token. If every replica has waiting
-    prompts, the computation of this prompt also delays those. Its prefill seconds then count once
-    more per waiting prompt, which favours replicas that know more of its text, and so the
-    throughput.
+    The best replica is the one with the earliest expected first token. Delays of other prompts
+    count, too (`with_delays`).
 
     A replica without a report for `SILENCE` seconds counts as empty. A replica above the load cap
     (`imbalance` times the mean of running requests, plus one) comes last.
@@ -188,14 +189,12 @@ class Ranking(Generic[Server]):
             prefill_s = expected.prefill_s * median(
                 state.report.pace for state in states if state is not None
             )
-            # If prompts wait even at the least busy replica, this prompt's prefill delays them,
-            # too. Count its seconds once more for each of them.
-            prefill_s *= 1.0 + seconds[is_heard].min() / max(prefill_s.mean(), TINY)
+            prefill_s = with_delays(prefill_s, seconds[is_heard])
             seconds[is_heard] += prefill_s
             # without a report, expect as much as the replica that holds least
             seconds[~is_heard] += prefill_s.max()
 
-        over = loads > self._imbalance * loads.mean() + 1
+        over = is_overloaded(loads, self._imbalance)
         # break ties at random
         turns = self._random.random(len(servers))
         order = np.lexsort((turns, loads, seconds, over) if informed else (turns, loads)).tolist()

@@ -20,10 +20,10 @@ from yarl import URL
 
 from kvgraft.core.cost_model import WORK
 from kvgraft.core.costs import TOKENS, Costs
+from kvgraft.core.expected_prefill import BYTES_PER_TOKEN, expect
 from kvgraft.core.fingerprints import Fingerprints
 from kvgraft.fleet.broadcast import ask_all
 from kvgraft.fleet.environment_check import EnvironmentCheck
-from kvgraft.fleet.expected import BYTES_PER_TOKEN, expect
 from kvgraft.fleet.figures import ReplicaFigures
 from kvgraft.fleet.ranking import HEARTBEAT, ReplicaReport
 from kvgraft.fleet.replica_contents import ReplicaContents

@@ -44,6 +44,15 @@ BUNDLED_KV_BYTES = 1 << 30
 # the same limit for models that can be fetched by name
 KNOWN_KV_BYTES = 2 << 30
 NEVER = ("trust_remote_code", "trust_request_chat_template", "enable_prompt_embeds")
+# ways of data parallelism in which engines run elsewhere, or others choose among them
+ENGINES_ELSEWHERE = (
+    "data_parallel_rank",
+    "data_parallel_start_rank",
+    "data_parallel_size_local",
+    "data_parallel_hybrid_lb",
+    "data_parallel_external_lb",
+    "data_parallel_multi_port_external_lb",
+)
 # flags that are allowed with --no-kvgraft
 WITHOUT_REUSE = ("kvgraft_flow", "kvgraft_head_paging")
 # flags that are allowed with both --no-kvgraft and --kvgraft-head-paging
@@ -183,16 +192,7 @@ def _conflicts(args: Namespace) -> Iterator[str]:
             "--api-server-count: one process only, as each would have its own cache keys and its "
             "own records"
         )
-    if (
-        args.data_parallel_size > 1
-        or args.data_parallel_rank is not None
-        or args.data_parallel_start_rank is not None
-    ):
-        yield (
-            "data parallelism: a prompt would find only what its own engine has read, and pinned "
-            "documents, refresh "
-            "and guard would reach one engine only; start one server per engine"
-        )
+    yield from _engine_conflicts(args)
 
     if args.headless or args.grpc or getattr(args, "grpc_port", None) is not None:
         yield (
@@ -208,6 +208,26 @@ def _conflicts(args: Namespace) -> Iterator[str]:
             )
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
         yield "VLLM_USE_RUST_FRONTEND: it passes by our middleware, which keeps tenants apart"
+
+
+def _engine_conflicts(args: Namespace) -> Iterator[str]:
+    """Yield a reason for each way of data parallelism in which this server would not choose the
+    engine of each prompt, or has not been tested."""
+    given = {name: getattr(args, name) for name in ENGINES_ELSEWHERE}
+    if flags := [
+        f"--{name.replace('_', '-')}"
+        for name, value in given.items()
+        if value is not None and value is not False
+    ]:
+        yield (
+            f"{', '.join(flags)}: this server starts all engines itself and chooses the engine of "
+            "each prompt; give --data-parallel-size only, or use `kvgraft fleet` for several "
+            "machines"
+        )
+    if args.data_parallel_size > 1 and args.data_parallel_backend != "mp":
+        yield f"--data-parallel-backend {args.data_parallel_backend}: only mp has been tested"
+    if args.enable_elastic_ep:
+        yield "--enable-elastic-ep: the number of engines must stay the same"
 
 
 def _flags_beside_guard(args: Namespace) -> Iterator[str]:

@@ -21,6 +21,8 @@ class Call:
         lora_request: vLLM's LoRA request, for an internal request that runs with an adapter.
         kinds: its kinds in the sense of `--kvgraft-exact-for`, known from the body: `tools` or
             none.
+        engine: index of the engine to use, for an internal request; None leaves the choice to the
+            server.
         low_priority: the request gives way to all others, because no client waits for it.
         watched: the guard's record of each prompt, by vLLM's request id. Clients may choose these
             ids, so they are unique within one call only.
@@ -33,6 +35,7 @@ class Call:
     salt: str | None = None
     lora_request: Any = None
     kinds: frozenset[str] = frozenset()
+    engine: int | None = None
     low_priority: bool = False
     watched: dict[str, LogprobRecorder] = field(default_factory=dict)
     reports: list[dict[str, Any] | None] = field(default_factory=list)
@@ -43,9 +46,13 @@ class Call:
         return self.kinds if params.structured_outputs is None else self.kinds | {JSON}
 
     @classmethod
-    def internal_request(cls, cache_salt: str, lora_request: Any = None) -> "Call":
-        """Return a low-priority call of the server itself, with this cache key and this adapter."""
-        return cls(Principal(LOCAL, is_admin=True), "", cache_salt, lora_request, low_priority=True)
+    def internal_request(
+        cls, cache_salt: str, lora_request: Any = None, engine: int | None = None
+    ) -> "Call":
+        """Return a low-priority call of the server itself, with this cache key, adapter and
+        engine."""
+        principal = Principal(LOCAL, is_admin=True)
+        return cls(principal, "", cache_salt, lora_request, engine=engine, low_priority=True)
 
 
 CURRENT: ContextVar[Call | None] = ContextVar("kvgraft_call", default=None)

@@ -10,6 +10,7 @@ from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from kvgraft.server.call import CURRENT, Call
+from kvgraft.server.engine_choice import EngineChoice
 from kvgraft.server.guarding import ServerGuard, exact
 from kvgraft.server.request_log import Entry, RequestLog
 from kvgraft.server.sharing import SHARED, Grants
@@ -54,6 +55,7 @@ class TenantEngineClient:
     Args:
         client: vLLM's `AsyncLLM`. Three of its methods are replaced on this instance, one of its
             engine core client, and one of its output processor.
+        choice: choice of the engine for each request, if there are several.
 
     Attributes:
         before_request: awaited before a request enters the engine, except low-priority requests.
@@ -69,6 +71,7 @@ class TenantEngineClient:
         grants: Grants,
         request_log: RequestLog,
         default: RequestOptions,
+        choice: EngineChoice | None = None,
     ) -> None:
         self._salts, self._grants, self._request_log, self._default = (
             salts,
@@ -81,11 +84,11 @@ class TenantEngineClient:
         self.exact_for: frozenset[str] = frozenset()
         self.num_waiting = 0
 
-        self._client = client
+        self._client, self._choice = client, choice
         self._generate, client.generate = client.generate, self.generate
         self._reset, client.reset_prefix_cache = client.reset_prefix_cache, self.reset_prefix_cache
         self._add_lora, client.add_lora = client.add_lora, self.add_lora
-        self._stopped = StoppedReports(client.output_processor)
+        StoppedReports(client.output_processor)
         self._admit, client.engine_core.add_request_async = (
             client.engine_core.add_request_async,
             self.admit,
@@ -132,9 +135,9 @@ class TenantEngineClient:
         return self._watch(call, len(call.reports) - 1, outputs, request_id)
 
     async def admit(self, request: Any) -> None:
-        """Set the cache key of an `EngineCoreRequest`, add its grants, and send it to the
-        engine."""
-        call = CURRENT.get()
+        """Set the cache key of an `EngineCoreRequest`, add its grants, choose its engine, and send
+        it there."""
+        call, shared = CURRENT.get(), list[str]()
         if call is None or not call.low_priority:
             await self.before_request()
 
@@ -147,26 +150,27 @@ class TenantEngineClient:
             request.cache_salt = self._salts.of(
                 call.principal.tenant, given.get("namespace", ""), request.cache_salt
             )
-            self._share(request, self._grants.names_for(call.principal.tenant, given.get("shared")))
+            names = self._grants.names_for(call.principal.tenant, given.get("shared"))
+            shared = [self._salts.of(SHARED, name) for name in names]
+            _share(request, shared)
+
+        if self._choice is not None:
+            if call is not None and call.engine is not None:
+                request.data_parallel_rank = call.engine
+            request.data_parallel_rank = self._choice.choose(
+                request.request_id,
+                request.prompt_token_ids or (),
+                [request.cache_salt, *shared],
+                request.data_parallel_rank,
+            )
 
         name = getattr(request, "external_req_id", None) or request.request_id
         if call is not None and (watched := call.watched.get(name)) is not None:
             watched.cache_salt, watched.request_id = request.cache_salt, request.request_id
             watched.lora_request = request.lora_request
+            watched.engine = request.data_parallel_rank
 
         await self._admit(request)
-
-    def _share(self, request: Any, names: Sequence[str]) -> None:
-        """Allow a request to graft from these shared namespaces."""
-        # requests without sampling parameters never graft
-        if names and request.sampling_params is not None:
-            salts = [self._salts.of(SHARED, name) for name in names]
-            granted = {GRANTED: granted_params(request.cache_salt, salts)}
-            params, extra = (
-                _params_of(request.sampling_params) or {},
-                request.sampling_params.extra_args or {},
-            )
-            request.sampling_params.extra_args = {**extra, PARAMS: {**params, **granted}}
 
     async def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Drop the guard's waiting answers, then call vLLM's `reset_prefix_cache`.
@@ -178,6 +182,8 @@ class TenantEngineClient:
         await self.before_request()
         if self.guard is not None:
             await self.guard.reset()
+        if self._choice is not None:
+            self._choice.clear()
 
         try:
             return bool(await self._reset(*args, **kwargs))
@@ -195,6 +201,11 @@ class TenantEngineClient:
         if lora_request.load_inplace and self.guard is not None:
             await self.guard.reset()
         return bool(await self._add_lora(lora_request))
+
+    @property
+    def engines(self) -> range:
+        """Indices of the engines."""
+        return range(1 if self._choice is None else self._choice.num_engines)
 
     @property
     def is_idle(self) -> bool:
@@ -216,8 +227,9 @@ class TenantEngineClient:
         control: Control,
         token_ids: list[int],
         lora_request: Any = None,
+        engine: int = 0,
     ) -> dict[str, Any]:
-        """Run an operation on the pinned documents of one namespace.
+        """Run an operation on the pinned documents of one namespace in one engine.
 
         Args:
             token_ids: the text to pin; operations other than `pin` ignore it.
@@ -232,7 +244,11 @@ class TenantEngineClient:
             VLLMValidationError: the text is longer than the model allows.
         """
         call = Call(
-            Principal(tenant, is_admin=True), "", self._salts.of(tenant, namespace), lora_request
+            Principal(tenant, is_admin=True),
+            "",
+            self._salts.of(tenant, namespace),
+            lora_request,
+            engine=engine,
         )
         return await self.operate(
             call, control, token_ids, f"kvgraft-{control.op}-{self._salts.nobody()[:16]}"
@@ -321,6 +337,18 @@ class TenantEngineClient:
             self._request_log.add(Entry.of(call.principal.tenant, call.route, last, scored))
         finally:
             self.num_waiting -= waits
+
+
+def _share(request: Any, salts: Sequence[str]) -> None:
+    """Allow a request to graft from the namespaces with these cache keys."""
+    # requests without sampling parameters never graft
+    if salts and request.sampling_params is not None:
+        granted = {GRANTED: granted_params(request.cache_salt, salts)}
+        params, extra = (
+            _params_of(request.sampling_params) or {},
+            request.sampling_params.extra_args or {},
+        )
+        request.sampling_params.extra_args = {**extra, PARAMS: {**params, **granted}}
 
 
 async def _nothing() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any
 
 from vllm import envs
@@ -56,7 +57,9 @@ class EngineProbe:
     async def _run(self) -> None:
         """Ask until the engine is dead; vLLM notices a dead engine itself."""
         while True:
-            # the engine's main loop answers this question, and needs no step for it
-            await self._client.is_paused()
+            # the engine's main loop answers this question, and needs no step for it; several
+            # engines may disagree for a moment, and have answered all the same
+            with suppress(RuntimeError):
+                await self._client.is_paused()
             self._answered = time.monotonic()
             await asyncio.sleep(PERIOD_S)

@@ -60,22 +60,37 @@ class IdleRefresher:
                 return
 
     async def _read(self) -> None:
-        """Refresh until nothing is left to refresh or a request arrives."""
-        while not self._arrived.is_set():
-            text = await self._operate(REFRESH, secrets.token_hex(32), NO_TEXT)
-            tokens = text.get("tokens")
-            if not tokens:
-                return
+        """Refresh one engine after the other, until nothing is left to refresh or a request
+        arrives."""
+        for engine in self._engine_client.engines:
+            while await self._read_text(engine):
+                pass
 
-            for stop in [*range(CHUNK, len(tokens), CHUNK), len(tokens)]:
-                if self._arrived.is_set() or not await self._operate(
-                    READ, text["cache_salt"], tokens[:stop]
-                ):
-                    return
+    async def _read_text(self, engine: int) -> bool:
+        """Refresh the next text of an engine.
 
-    async def _operate(self, op: str, salt: str, token_ids: list[int]) -> dict[str, Any]:
+        Returns:
+            False if nothing is left to refresh, or if a request has arrived.
+        """
+        if self._arrived.is_set():
+            return False
+        text = await self._operate(REFRESH, secrets.token_hex(32), NO_TEXT, engine)
+        tokens = text.get("tokens")
+        if not tokens:
+            return False
+
+        for stop in [*range(CHUNK, len(tokens), CHUNK), len(tokens)]:
+            if self._arrived.is_set() or not await self._operate(
+                READ, text["cache_salt"], tokens[:stop], engine
+            ):
+                return False
+        return True
+
+    async def _operate(
+        self, op: str, salt: str, token_ids: list[int], engine: int
+    ) -> dict[str, Any]:
         """Run a control operation as a low-priority request, under an id that `stop` can abort."""
         self._request_id = f"kvgraft-{op}-{secrets.token_hex(8)}"
         return await self._engine_client.operate(
-            Call.internal_request(salt), Control(op), token_ids, self._request_id
+            Call.internal_request(salt, engine=engine), Control(op), token_ids, self._request_id
         )

@@ -28,6 +28,7 @@ class LogprobRecorder:
             requested on the guard's behalf, and nothing is recorded.
         cache_salt: cache key of the request, once it is admitted.
         lora_request: its adapter, once it is admitted.
+        engine: index of its engine, once it is admitted; None if there is one only.
         request_id: its id in the engine, once it is admitted.
         found: the answer's distances from exact KV, once they are known.
         prompt: token ids.
@@ -40,6 +41,7 @@ class LogprobRecorder:
     kind: RequestOutputKind | None = None
     cache_salt: str | None = None
     lora_request: Any = None
+    engine: int | None = None
     request_id: str = ""
     found: dict[str, float] = field(default_factory=dict)
     prompt: list[int] = field(default_factory=list)

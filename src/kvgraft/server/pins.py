@@ -3,8 +3,9 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any
 
 from kvgraft.server.engine_client import TenantEngineClient
@@ -45,7 +46,7 @@ class TenantPins:
         token_ids: list[int] | None = None,
         lora_request: Any = None,
     ) -> dict[str, Any]:
-        """Run an operation on pinned documents.
+        """Run an operation on pinned documents, in all engines.
 
         Args:
             token_ids: the text to pin; None for other operations.
@@ -65,9 +66,21 @@ class TenantPins:
             )
 
         charged = replace(control, owner=tenant.label, quota=self.quota)
-        answer = await self._engine_client().control(
-            tenant, namespace, charged, token_ids or NO_TEXT, lora_request
-        )
+        client, answers = self._engine_client(), list[dict[str, Any]]()
+        for engine in client.engines:
+            answers.append(
+                await client.control(
+                    tenant, namespace, charged, token_ids or NO_TEXT, lora_request, engine
+                )
+            )
+        answer = merged(answers)
+        if control.op == "pin" and "error" in answer:
+            # a document is pinned in all engines or in none
+            for engine in client.engines:
+                if "pin" in answers[engine]:
+                    await client.control(
+                        tenant, namespace, replace(charged, op="delete"), NO_TEXT, None, engine
+                    )
 
         if "error" in answer:
             raise Refused(int(answer.get("status", 400)), str(answer["error"]))
@@ -116,6 +129,38 @@ class TenantPins:
         if not answer.get("pins", answer.get("num_pins")):
             self._known.pop(place, None)
             self._asked_at.pop(place, None)
+
+
+def merged(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one answer for those of all engines to the same operation.
+
+    Every engine has all documents. Each prompt goes to one engine, so their hits add up. An error
+    of one engine counts, except that a document to delete may be missing in some of them.
+    """
+    failed = [answer for answer in answers if "error" in answer]
+    done = [answer for answer in answers if "error" not in answer]
+    if not done or any(answer["status"] != HTTPStatus.NOT_FOUND for answer in failed):
+        return dict((failed or answers)[0])
+
+    if "pins" in done[0]:
+        by_name: dict[str, list[PinFields]] = {}
+        for answer in done:
+            for pin in answer["pins"]:
+                by_name.setdefault(pin["name"], []).append(pin)
+        return {"pins": [_merged_pin(pins) for pins in by_name.values()]}
+    if "pin" not in done[0]:
+        return dict(done[0])
+    num_pins = max(answer["num_pins"] for answer in done)
+    return {"pin": _merged_pin([answer["pin"] for answer in done]), "num_pins": num_pins}
+
+
+def _merged_pin(pins: Sequence[PinFields]) -> PinFields:
+    """Return one description of a document that several engines describe."""
+    return {
+        **pins[0],
+        "num_shed": max(pin["num_shed"] for pin in pins),
+        "hits": sum(pin["hits"] for pin in pins),
+    }
 
 
 def shown(tenant: Tenant, namespace: str, adapter: str) -> dict[str, str]:

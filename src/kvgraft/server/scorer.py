@@ -80,7 +80,7 @@ class AnswerSample:
             would: the answer is exact (shadow mode), and the request's plan is to be tried.
         """
         call, of = (
-            Call.internal_request(one.cache_salt or "", one.lora_request),
+            Call.internal_request(one.cache_salt or "", one.lora_request, one.engine),
             one.request_id if would else None,
         )
         return cls(

@@ -5,6 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from kvgraft.server.engine_choice import EngineChoice
 from kvgraft.server.engine_client import TenantEngineClient
 from kvgraft.server.engine_probe import EngineProbe, default_limit_s
 from kvgraft.server.guarding import ServerGuard
@@ -112,7 +113,12 @@ class ServerState:
         Call it in the event loop that serves the requests.
         """
         self._engine_client = TenantEngineClient(
-            engine_client, self.salts, self.grants, self.request_log, self.default
+            engine_client,
+            self.salts,
+            self.grants,
+            self.request_log,
+            self.default,
+            EngineChoice.of(engine_client),
         )
 
         self._probe = EngineProbe(engine_client, self._silence_limit_s)

@@ -182,6 +182,7 @@ class ServedReport(PrefillReport):
         shadow_graftable_tokens: tokens that a server in shadow mode would have grafted.
         guard: `pending` if the answer will be scored; `larger_budget` or `exact` if the guard has
             changed how it was computed; else None.
+        engine: index of the engine that has computed it, among those of data parallelism; else 0.
     """
 
     spans: list[list[int | str]] = field(default_factory=list)
@@ -190,6 +191,7 @@ class ServedReport(PrefillReport):
     counts: dict[str, int] = field(default_factory=dict)
     shadow_graftable_tokens: int = 0
     guard: str | None = None
+    engine: int = 0
 
     def as_params(self) -> dict[str, Any]:
         """Return `{"kvgraft": {...}}`."""

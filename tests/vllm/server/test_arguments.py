@@ -168,7 +168,16 @@ def test_one_tenant_beyond_loopback_must_be_asked_for(asked: str, monkeypatch: p
         (["--no-enable-prefix-caching"], "--no-enable-prefix-caching: reuse finds its sources"),
         (["--worker-cls", "other.Worker"], "--worker-cls other.Worker: ours is"),
         (["--api-server-count", "2"], "one process only"),
-        (["--data-parallel-size", "2"], "data parallelism"),
+        (["--data-parallel-rank", "0"], "--data-parallel-rank: this server starts all engines"),
+        (
+            ["--data-parallel-size", "4", "--data-parallel-size-local", "2"],
+            "--data-parallel-size-local: this server starts all engines itself",
+        ),
+        (
+            ["--data-parallel-size", "2", "--data-parallel-backend", "ray"],
+            "--data-parallel-backend ray: only mp",
+        ),
+        (["--enable-elastic-ep"], "--enable-elastic-ep: the number of engines"),
         (["--headless"], "pass by our middleware"),
         (["--grpc"], "pass by our middleware"),
         (["--trust-remote-code"], "--trust-remote-code: this server runs no code"),
@@ -258,8 +267,8 @@ def test_what_does_not_go_together_is_refused_with_the_reason(arguments: list[st
 
 
 def test_several_conflicts_are_all_named():
-    with pytest.raises(ValueError, match=r"data parallelism.*--headless"):
-        parse(["--headless", "--data-parallel-size", "2"])
+    with pytest.raises(ValueError, match=r"one process only.*--headless"):
+        parse(["--headless", "--api-server-count", "2"])
 
 
 @pytest.mark.parametrize("variable", ["VLLM_USE_RUST_FRONTEND", RESPONSES_STORE])

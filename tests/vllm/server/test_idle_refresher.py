@@ -28,8 +28,9 @@ LIMIT_S = 120.0  # of a wait that never lasts as long unless something is wrong
 class Engine:
     """Has texts to read; while `holds` is set a reading does not end by itself."""
 
-    def __init__(self, *texts: list[int]) -> None:
-        self.texts = list(texts)
+    def __init__(self, *texts: list[int], engines: int = 1) -> None:
+        self.texts, self.engines = list(texts), range(engines)
+        self.asked: list[int | None] = []  # engines that were asked for a text
         self.log: list[tuple[str, str, int]] = []  # operation, cache key, tokens
         self.is_idle, self.holds, self.fails = True, False, False
         self.aborted = asyncio.Event()
@@ -44,6 +45,7 @@ class Engine:
         if self.fails:
             raise RuntimeError("the engine is dead")
         if control.op == REFRESH:
+            self.asked.append(call.engine)
             return (
                 {"tokens": self.texts[0], "cache_salt": "whose it is"}
                 if self.texts
@@ -100,6 +102,16 @@ def test_texts_are_read_in_pieces_when_a_request_has_come_and_gone():
         await reader.stop()
         await until(lambda: not engine.texts)
         assert engine.log == [(READ, "whose it is", length) for length in lengths]
+
+    run(engine, story)
+
+
+def test_each_engine_is_asked_for_its_texts():
+    engine = Engine([1, 2, 3], engines=3)
+
+    async def story(reader: IdleRefresher) -> None:
+        await reader.stop()
+        await until(lambda: engine.asked == [0, 0, 1, 2])
 
     run(engine, story)
 
@@ -163,7 +175,8 @@ def test_a_server_reads_anew_only_if_asked_to(monkeypatch: pytest.MonkeyPatch, f
         entrances["engine_core"] = SimpleNamespace(add_request_async=None)
         state = ServerState(parse(flags))
         entrances["vllm_config"] = SimpleNamespace(
-            model_config=SimpleNamespace(served_model_name="m")
+            model_config=SimpleNamespace(served_model_name="m"),
+            parallel_config=SimpleNamespace(data_parallel_size=1),
         )
         entrances["is_paused"] = asyncio.Event().wait
         state.connect(SimpleNamespace(**entrances))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvgraft.server import pins
+from kvgraft.server.errors import Refused
 from kvgraft.server.pins import TenantPins
 from kvgraft.server.tenancy import Principal, Tenant
 from kvgraft.vllm.options import CONTROL_TOKEN, Control
@@ -18,6 +19,7 @@ class Engine:
     """Answers as the connector does; `shed` is what it gives back by itself."""
 
     def __init__(self) -> None:
+        self.engines = range(1)
         self.all: dict[str, dict[str, dict[str, Any]]] = {"": {}, "adapter": {}}
         self.held = self.all[""]
         self.asked: list[str] = []
@@ -29,14 +31,21 @@ class Engine:
         control: Control,
         token_ids: list[int],
         lora_request: Any,
+        engine: int,
     ) -> dict[str, Any]:
+        assert engine in self.engines
         self.held = self.all[control.adapter]
         assert (control.owner, control.quota) == (tenant.label, 0.25), "whatever the namespace"
         self.asked.append(control.op)
         if control.op == "list":
             return {"pins": [dict(segment) for segment in self.held.values()]}
         if control.op == "pin":
-            self.held[control.name] = {"name": control.name, "num_tokens": len(token_ids)}
+            self.held[control.name] = {
+                "name": control.name,
+                "num_tokens": len(token_ids),
+                "num_shed": 0,
+                "hits": 0,
+            }
             segment = self.held[control.name]
         else:
             segment = self.held.pop(control.name)
@@ -120,3 +129,61 @@ def test_an_old_view_is_asked_for_again(
     assert names(segments) == [("a", 1)]
     monkeypatch.setattr(pins, "FRESH_FOR_S", 0.0)
     assert names(segments) == [("a", 9)]
+
+
+class SeveralEngines:
+    """An `Engine` of data parallelism each; an engine in `full` pins nothing."""
+
+    def __init__(self, number: int) -> None:
+        self.engines = range(number)
+        self.each = [Engine() for _ in self.engines]
+        self.full: set[int] = set()
+
+    async def control(
+        self,
+        tenant: Tenant,
+        namespace: str,
+        control: Control,
+        token_ids: list[int],
+        lora_request: Any,
+        engine: int,
+    ) -> dict[str, Any]:
+        held = self.each[engine].held
+        if control.op == "pin" and engine in self.full:
+            return {"error": "no room", "status": 409}
+        if control.op == "delete" and control.name not in held:
+            return {"error": f"no pinned document {control.name!r}", "status": 404}
+        return await self.each[engine].control(
+            tenant, namespace, control, token_ids, lora_request, 0
+        )
+
+
+def test_a_document_is_pinned_in_all_engines_or_in_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(CONTROL_TOKEN, "secret")
+    engines = SeveralEngines(3)
+    segments = TenantPins(lambda: engines, 0.25)  # type: ignore[arg-type, return-value]
+
+    operate(segments, "pin", "a")
+    assert [list(one.held) for one in engines.each] == [["a"]] * 3
+
+    engines.full = {2}
+    with pytest.raises(Refused, match="no room"):
+        operate(segments, "pin", "b")
+    assert [list(one.held) for one in engines.each] == [["a"]] * 3
+
+    engines.each[1].shed("a")
+    assert operate(segments, "delete", "a")["num_pins"] == 0
+    assert [list(one.held) for one in engines.each] == [[]] * 3
+    with pytest.raises(Refused, match="no pinned document 'a'"):
+        operate(segments, "delete", "a")
+
+
+def test_hits_of_all_engines_count(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(CONTROL_TOKEN, "secret")
+    engines = SeveralEngines(2)
+    segments = TenantPins(lambda: engines, 0.25)  # type: ignore[arg-type, return-value]
+    operate(segments, "pin", "a")
+    for hits, one in enumerate(engines.each, start=3):
+        one.held["a"] |= {"hits": hits, "num_shed": hits}
+    [pin] = operate(segments, "list")["pins"]
+    assert (pin["hits"], pin["num_shed"]) == (7, 4)

@@ -270,6 +270,12 @@ def _parallel_reasons(config: VllmConfig) -> Iterator[str]:
     """Yield reasons against the split over processes and the worker class."""
     parallel = config.parallel_config
     yield from parallel_reasons(parallel)
+    if parallel.data_parallel_size > 1 and config.model_config.is_moe:
+        yield (
+            f"data_parallel_size {parallel.data_parallel_size} with mixture-of-experts layers: "
+            "engines exchange rows in each of these layers, and a recovery runs in one engine; "
+            "start one server per engine (`kvgraft fleet`)"
+        )
     if parallel.worker_cls != WORKER_CLASS:
         yield f"worker class {parallel.worker_cls!r}: start with --worker-cls {WORKER_CLASS}"
 

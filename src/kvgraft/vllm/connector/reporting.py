@@ -24,10 +24,13 @@ class Reporting:
     """Fill the reports of requests and count for the metrics.
 
     `early` sends reports ahead of the last output.
+
+    Args:
+        engine: index of this engine, see `ServedReport`.
     """
 
-    def __init__(self, admission: Admission[SharedPool]) -> None:
-        self._admission = admission
+    def __init__(self, admission: Admission[SharedPool], engine: int) -> None:
+        self._admission, self._engine = admission, engine
         self.early = StopStringReports(admission)
         self._stats = Stats()
         # gauge values of the last payload
@@ -42,6 +45,7 @@ class Reporting:
             reuse: decision of a recovery that has succeeded; None for a request without grafts.
         """
         report, options, request = state.report, state.options, state.request
+        report.engine = self._engine
         num_prompt = state.prompt_tokens
         num_prefix = request.prefill_stats.num_local_cached_tokens if request.prefill_stats else 0
         if reuse is not None:

@@ -85,7 +85,7 @@ class SchedulerSide:
             is_shared = settings.store_shared is not None
             self.stored = StoreScheduler(admission, num_ranks, is_shared=is_shared)
 
-        self.reporting = Reporting(admission)
+        self.reporting = Reporting(admission, int(config.parallel_config.data_parallel_index))
         self._masking = HashMasking(kv_cache_manager, admission)
         self._shadow = ShadowMode(self._masking)
         self._shorter_prompts = PromptTruncation(admission, self._masking)

@@ -9,6 +9,10 @@ from kvgraft.core.fingerprints import Fingerprints
 
 # assumed until a server reports its own value
 BYTES_PER_TOKEN = 4.0
+# load cap: requests of a server as a multiple of the mean, plus one
+IMBALANCE = 1.5
+# minimum seconds of a prompt, because costs may be zero
+TINY = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,3 +67,24 @@ def expect(
     full = costs.computing(new + grafted, pairs)
     reuse = costs.grafting(new, pairs * (1 - share), grafted, pairs * share, work)
     return Expected(prefix, grafted, np.where(grafted > 0, np.minimum(full, reuse), full))
+
+
+def with_delays(prefill_s: np.ndarray, waiting_s: np.ndarray) -> np.ndarray:
+    """Return the prefill seconds of a prompt with those by which it delays other prompts.
+
+    If prompts wait even at the least busy server, this prompt's prefill delays them, too. Its
+    seconds then count once more for each of them, which favours servers that know more of its text,
+    and so the throughput.
+
+    Args:
+        prefill_s: seconds of this prompt's prefill by server, float64 [servers].
+        waiting_s: seconds of prefill of the prompts that wait there, float64 [servers].
+    """
+    delayed: np.ndarray = prefill_s * (1.0 + waiting_s.min() / max(prefill_s.mean(), TINY))
+    return delayed
+
+
+def is_overloaded(loads: np.ndarray, imbalance: float = IMBALANCE) -> np.ndarray:
+    """Return which servers have more running requests than the load cap, bool [servers]."""
+    found: np.ndarray = loads > imbalance * loads.mean() + 1
+    return found
