@@ -387,13 +387,13 @@ def test_a_flow_that_decodes_is_told_of_all_that_is_written(
         [set[int]() for _ in range(LAYERS)],
     )
     layer_of = {id(attention.kv_cache): index for index, attention in enumerate(host.attentions)}
-    note = lambda _, cache, slots: told[layer_of[id(cache)]].update(slots.tolist())  # noqa: E731
+    note = lambda _, __, cache, slots: told[layer_of[id(cache)]].update(slots.tolist())  # noqa: E731
     store = RowAttention.do_kv_cache_update
     monkeypatch.setattr(RowAttention, "note_written", note, raising=False)
     monkeypatch.setattr(
         RowAttention,
         "do_kv_cache_update",
-        lambda *given: (note(None, *given[4:]), store(*given))[1],
+        lambda *given: (note(None, None, *given[4:]), store(*given))[1],
     )
     recover(parse_policy(policy))
     assert {len(slots) for slots in told} == {len(asked)}

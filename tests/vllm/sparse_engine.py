@@ -51,6 +51,7 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
             [answer.report.get("grafted_tokens", 0) for answer in answers] for answers in found
         ],
         **_count_rows(host),
+        "accepted": host.num_accepted,
         "problems": host.problems(),
     }
 
@@ -88,25 +89,63 @@ def _trouble(host: Host, asks: list[Ask]) -> None:
 
 
 def _count_rows(host: Host) -> dict[str, int]:
-    """Rows of all layers that the flow has taken up, and how many of them are not what the blocks
-    as they are give."""
+    """Rows of all layers that the flow has taken up, how many of them are not what the blocks as
+    they are give, and how many layers read keys or values that the blocks do not hold."""
     from kvgraft.decode.indexer import Indexer
 
-    taken_up = stale = 0
-    for attention in host.model.attentions:
-        caches = attention.impl._caches
+    taken_up = stale = misread = 0
+    for number, attention in enumerate(host.model.attentions):
+        caches = getattr(attention.impl, "_caches", None)
         if caches is None:
             continue
-        indexer, rows = caches.indexer, caches.rows((~caches.written).nonzero()[:, 0])
+        pages = _taken_up(host, caches)
+        misread += not _reads_well(host, number, pages)
+        indexer, rows = caches.indexer, caches.rows(pages)
         taken_up += len(rows)
-        anew = Indexer(indexer.program, len(caches.written) * caches.num_heads, caches.kv_cache)
+        like, _ = host.model.read(number, host.slots_of([]))
+        anew = Indexer(indexer.program, len(caches.written) * caches.num_heads, like)
         anew.at(
             slice(None),
             *attention.impl.layout.pages(attention, caches.kv_cache, attention.head_size),
         ).fill(rows)
         for name, cache in indexer.caches.items():
             stale += int((cache[rows] != anew.caches[name][rows]).flatten(1).any(1).sum())
-    return {"taken_up": taken_up, "stale": stale}
+    return {"taken_up": taken_up, "stale": stale, "misread": misread}
+
+
+def _taken_up(host: Host, caches: Any) -> torch.Tensor:
+    """The blocks of a layer whose rows are not due to be filled again, int64 [n].
+
+    Where layers with windows write to the same memory, these are blocks that the layer's own group
+    holds: it writes others before it reads them.
+    """
+    from vllm.v1.core.kv_cache_utils import get_group_id
+
+    taken_up: torch.Tensor = ~caches.written
+    groups, blocks = host.known.pool.groups, host.manager.block_pool.blocks
+    if groups.others:
+        own = [
+            block.block_hash is not None and get_group_id(block.block_hash) == groups.main
+            for block in blocks
+        ]
+        taken_up &= torch.tensor(own)
+    return taken_up.nonzero()[:, 0]
+
+
+def _reads_well(host: Host, number: int, pages: torch.Tensor) -> bool:
+    """Whether the flow of a layer reads the keys and values that recoveries read."""
+    attention = host.model.attentions[number]
+    caches = attention.impl._caches
+    own = attention.impl.layout.pages(attention, caches.kv_cache, attention.head_size)
+    slots = host.slots_of(pages.tolist())
+    for read, expected in zip(own, host.model.read(number, slots), strict=True):
+        # [n * Hkv, N, d] and [n * N, Hkv, d]
+        found = (
+            read[caches.rows(pages)].unflatten(0, (len(pages), caches.num_heads)).transpose(1, 2)
+        )
+        if not torch.equal(found.flatten(0, 1), expected):
+            return False
+    return True
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Flows in vLLM: dense with all blocks, the native engine's answers with some, and caches that are
 never stale."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import warm
 from engines import BLOCK, ENVIRONMENT, EVERYTHING, NAIVE, OFF, Ask, words
+from families import make_family
 from processes import HostProcess
 from test_compat import configure
 
@@ -16,9 +18,18 @@ from kvgraft.server.arguments import parse
 from kvgraft.vllm.compat import FLOW, WORKER_CLASS, transfer_config
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
 from kvgraft.vllm.sparse.program import install
+from kvgraft_lab.testbed import MODEL_DIR
 
 MINE = Path(__file__).parents[2] / "docs" / "my_flow.py"  # a user's own
 PROPOSED = Path(__file__).parents[2] / "research" / "vortex" / "proposed"
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
+# of models with windows; `kvgraft serve` sets the second one
+STEADY = {"max_model_len": 1536, "prefix_cache_retention_interval": None}
 MIXED = [Ask(words(length, length), max_tokens=24) for length in (900, 40, 420, 1200, 96)]
 
 
@@ -113,6 +124,68 @@ def test_grafted_prompts_are_decoded_sparsely_and_caches_are_never_stale(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["Gemma 2", "Gemma 3", "OLMo 3"])
+def test_layers_with_windows_attend_as_before_and_full_layers_follow_the_flow(
+    family: str, tmp_path: Path
+):
+    model, settings = make_family(family, tmp_path / "model"), STEADY
+    dense, all_blocks, few_blocks = (
+        run(model, flow, MIXED, everything=flow.startswith("quest"), settings=settings)
+        for flow in ("dense", "quest:topk_blocks=64,layers_skip=none", "quest:topk_blocks=1")
+    )
+    assert all_blocks["tokens"] == dense["tokens"]
+    assert all_blocks["taken_up"] > 0
+    assert few_blocks["tokens"] != dense["tokens"]
+    for said in (all_blocks, few_blocks):
+        assert (said["stale"], said["misread"], said["problems"]) == (0, 0, [])
+
+
+def test_a_model_without_a_full_layer_follows_no_flow(tmp_path: Path):
+    own = tmp_path / "model"
+    own.mkdir()
+    for path in MODEL_DIR.iterdir():
+        (own / path.name).symlink_to(path)
+    (own / "config.json").unlink()
+    config = json.loads((MODEL_DIR / "config.json").read_text())
+    windows = ["sliding_attention"] * config["num_hidden_layers"]
+    config |= {"sliding_window": 64, "layer_types": windows}
+    (own / "config.json").write_text(json.dumps(config))
+    with pytest.raises(AssertionError, match="all layers attend to a window only"):
+        run(own, "quest", MIXED)
+
+
+@pytest.mark.slow
+def test_a_quantised_cache_is_read_with_its_scales(model: Path):
+    fp8 = {"kv_cache_dtype": "fp8"}
+    dense, all_blocks, few_blocks = (
+        run(model, flow, MIXED, everything=flow.startswith("quest"), settings=fp8)
+        for flow in ("dense", "quest:topk_blocks=64,layers_skip=none", "quest:topk_blocks=3")
+    )
+    assert all_blocks["tokens"] == dense["tokens"]
+    assert few_blocks["tokens"] != dense["tokens"]
+    for said in (all_blocks, few_blocks):
+        assert said["taken_up"] > 0
+        assert (said["stale"], said["misread"], said["problems"]) == (0, 0, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ngram", pytest.param("draft_model", marks=pytest.mark.soak)])
+def test_drafts_change_no_answer_of_a_flow(model: Path, native: Engine, method: str):
+    """Each drafted token chooses the blocks that it would have chosen alone."""
+    drafts = NGRAM
+    if method == "draft_model":
+        drafts = {"method": method, "model": str(model), "num_speculative_tokens": 3}
+    asks = [Ask(ask.prompt, max_tokens=80) for ask in MIXED]
+    flow = "quest:topk_blocks=3"
+    said = run(model, flow, asks, asks, settings={"speculative_config": drafts})
+    expected = natively(native, flow, asks)
+    assert said["tokens"] == [expected, expected]
+    assert said["accepted"] > 20
+    assert said["taken_up"] > 0
+    assert (said["stale"], said["misread"], said["problems"]) == (0, 0, [])
+
+
+@pytest.mark.slow
 def test_answers_under_a_flow_are_never_found_as_exact(model: Path):
     prompt = words(10 * BLOCK, 1)
     first = Ask(prompt, max_tokens=5 * BLOCK)
@@ -153,18 +226,7 @@ def test_a_flow_with_state_is_served_without_shared_pages(model: Path, native: E
     [
         ("h2o", {}, "prefix caching: the flow keeps state in pages"),
         ("quest", {"kv_transfer_config": None}, "prefix caching without reuse"),
-        ("quest", {"kv_cache_dtype": "fp8"}, "KV cache dtype fp8"),
-        (
-            "quest",
-            {
-                "speculative_config": {
-                    "method": "ngram",
-                    "num_speculative_tokens": 2,
-                    "prompt_lookup_max": 3,
-                }
-            },
-            "speculative decoding",
-        ),
+        ("h2o", {"speculative_config": NGRAM}, "state of rejected tokens could not be removed"),
     ],
 )
 def test_what_cannot_be_right_is_refused(

@@ -91,7 +91,9 @@ class Layer:
 
     @staticmethod
     def layer(number: int = 1) -> Any:
-        return SimpleNamespace(layer_name=f"model.layers.{number}.attn")
+        return SimpleNamespace(
+            layer_name=f"model.layers.{number}.attn", kv_cache_dtype="auto", dtype=torch.float32
+        )
 
     @staticmethod
     def slots(table: Tensor, tokens: Tensor) -> Tensor:

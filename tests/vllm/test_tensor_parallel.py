@@ -9,6 +9,7 @@ import warm
 from engines import ALONE, TWO_RANKS
 
 from kvgraft.engine.text import load_tokenizer
+from kvgraft.vllm.compat import FLOW
 from kvgraft_lab.testbed import MODEL_DIR
 from kvgraft_lab.testbed.scenarios import make_scenarios
 
@@ -110,3 +111,22 @@ def test_two_ranks_graft_and_recompute(one_and_two: list[tuple[Asked, Asked]]):
     assert any(apart), "grafts are read"
     kept = {asked["samkv"]["report"]["kept_tokens"] for _, asked in one_and_two}
     assert len(kept) == len(one_and_two)  # as Eq. 2 and 3 say
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores, one for each rank")
+def test_each_rank_follows_a_flow_with_its_own_heads():
+    job = make_job(1) | {"options": [POLICIES["everything"], POLICIES["off"]]}
+
+    def ask(ranks: int, **more: Any) -> list[dict[str, Any]]:
+        engine = {"engine": {"tensor_parallel_size": ranks, **more}}
+        environment = TWO_RANKS if ranks > 1 else ALONE
+        [answers] = warm.run(ENGINE, job | engine, **environment)
+        return answers
+
+    flow = {FLOW: "quest:topk_blocks=2,layers_skip=none"}
+    dense = ask(1)
+    one, two = (ask(ranks, additional_config=flow) for ranks in (1, 2))
+    for alone, split, whole in zip(one, two, dense, strict=True):
+        assert split["tokens"] == alone["tokens"]
+        assert split["logprobs"] == pytest.approx(alone["logprobs"], abs=LOGPROBS_TOLERANCE)
+        assert split["logprobs"] != pytest.approx(whole["logprobs"], abs=LOGPROBS_TOLERANCE)

@@ -45,8 +45,15 @@ LANGUAGE_MODELS = {
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
 }
-# attention without windows, sinks and caps of logits, as flows need it
-FLOWS = (*PLAIN, "Glm4ForCausalLM", "Glm4MoeForCausalLM")
+# attention without sinks and local chunks; with flows, layers with windows attend as before
+FLOWS = (
+    *PLAIN,
+    "Olmo3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+)
 
 
 def architecture_of(config: VllmConfig) -> str:

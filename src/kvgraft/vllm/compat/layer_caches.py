@@ -178,9 +178,10 @@ class LayerCaches:
 
     def note_written(self, index: int, slots: Callable[[], Tensor]) -> None:
         """Tell the flow of this layer, if any, which slots int64 [n] a kernel has written."""
-        note = getattr(self.attentions[index].impl, "note_written", None)
+        attention = self.attentions[index]
+        note = getattr(attention.impl, "note_written", None)
         if note is not None:
-            note(self.attentions[index].kv_cache, slots())
+            note(attention, attention.kv_cache, slots())
 
     def clear(self, blocks: Tensor) -> None:
         """Zero whole blocks int64 [b] in every layer.

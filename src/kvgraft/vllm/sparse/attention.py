@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvgraft.decode.flow import Program
 from kvgraft.decode.indexer import Indexer
-from kvgraft.vllm.sparse.layouts import CacheLayout, Packed, Strided
+from kvgraft.vllm.sparse.layouts import CacheLayout, Packed, Strided, dtype_of
 from kvgraft.vllm.sparse.metadata import SparseBuilder, SparseMetadata
 from kvgraft.vllm.sparse.program import BACKENDS, program_of
 
@@ -64,6 +64,11 @@ class SparseImpl:
         self._program = program_of(get_current_vllm_config()) if decodes and whole else None
         self._caches: FlowLayerCaches | None = None
 
+    @property
+    def follows(self) -> bool:
+        """True if the layer decodes by a flow."""
+        return self._program is not None
+
     def follow(self, program: Program | None) -> None:
         """Decode by this flow from now on, or densely with None.
 
@@ -76,12 +81,12 @@ class SparseImpl:
     ) -> None:
         """Write key and value [n, Hkv, d] as vLLM does, and mark their blocks as changed."""
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
-        self.note_written(kv_cache, slot_mapping)
+        self.note_written(layer, kv_cache, slot_mapping)
 
-    def note_written(self, kv_cache: Tensor, slots: Tensor) -> None:
+    def note_written(self, layer: Any, kv_cache: Tensor, slots: Tensor) -> None:
         """Mark the blocks of slots int64 [n] as changed."""
         if self._program is not None and kv_cache.numel():
-            self._of(kv_cache, self._program).note(slots)
+            self._of(layer, kv_cache, self._program).note(slots)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
@@ -107,7 +112,7 @@ class SparseImpl:
         if sparse.others is not None:
             stock.forward(layer, query, key, value, kv_cache, sparse.others, output)
 
-        caches, heads = self._of(kv_cache, program), kv_cache.shape[1]
+        caches, heads = self._of(layer, kv_cache, program), kv_cache.shape[1]
 
         # [r * Hkv, g, d]
         decoding = query[sparse.queries].unflatten(1, (heads, -1)).flatten(0, 1)
@@ -118,10 +123,12 @@ class SparseImpl:
 
         return output
 
-    def _of(self, kv_cache: Tensor, program: Program) -> "FlowLayerCaches":
+    def _of(self, layer: Any, kv_cache: Tensor, program: Program) -> "FlowLayerCaches":
         """Return the flow's caches for this KV cache, new ones if the cache is new."""
         if self._caches is None or self._caches.kv_cache is not kv_cache:
-            self._caches = FlowLayerCaches(program, kv_cache, self.layout)
+            self._caches = FlowLayerCaches(
+                program, kv_cache, dtype_of(layer, kv_cache), self.layout
+            )
         return self._caches
 
 
@@ -132,11 +139,15 @@ class FlowLayerCaches:
     wrote them, in which order, or what they held before.
     """
 
-    def __init__(self, program: Program, kv_cache: Tensor, layout: CacheLayout) -> None:
+    def __init__(
+        self, program: Program, kv_cache: Tensor, dtype: torch.dtype, layout: CacheLayout
+    ) -> None:
         self.kv_cache = kv_cache
         blocks, self.num_heads, self._size, double = kv_cache.shape
         self._head_dim, self._layout = double // 2, layout
-        self.indexer = Indexer(program, blocks * self.num_heads, kv_cache)
+        # like keys and values, which the KV cache may hold as codes
+        like = kv_cache.new_empty(0, dtype=dtype)
+        self.indexer = Indexer(program, blocks * self.num_heads, like)
         self.written = torch.ones(blocks, dtype=torch.bool, device=kv_cache.device)
 
     def note(self, slots: Tensor) -> None:

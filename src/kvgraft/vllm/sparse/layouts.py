@@ -3,6 +3,7 @@
 Logically a cache is [blocks, Hkv, N, 2 d].
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,19 @@ from vllm import envs
 from kvgraft.decode.executor import HeadPages, Paged
 from kvgraft.kernels.dispatch import block_sparse_attention
 from kvgraft.kernels.workload import Lengths
+from kvgraft.vllm.compat.cache_dtype import FP8, as_codes, decode
 from kvgraft.vllm.compat.packing import unpack
+
+
+def holds_codes(layer: Any) -> bool:
+    """Return True if the layer's KV cache is quantised."""
+    return layer.kv_cache_dtype in FP8
+
+
+def dtype_of(layer: Any, kv_cache: Tensor) -> torch.dtype:
+    """Return the dtype of the layer's keys and values when they are read from its KV cache."""
+    dtype: torch.dtype = layer.dtype if holds_codes(layer) else kv_cache.dtype
+    return dtype
 
 
 class CacheLayout(Protocol):
@@ -77,8 +90,13 @@ class Packed:
         self, layer: Any, kv_cache: Tensor, head_dim: int
     ) -> tuple["PackedPages", "PackedPages"]:
         """Return pages that are unpacked when they are read."""
-        return PackedPages(kv_cache, head_dim, layer.isa, 0), PackedPages(
-            kv_cache, head_dim, layer.isa, 1
+        packed = PackedFormat(layer.isa, dtype_of(layer, kv_cache), layer.kv_cache_dtype)
+        k_scale, v_scale = (
+            (layer._k_scale_float, layer._v_scale_float) if holds_codes(layer) else (None, None)
+        )
+        return (
+            PackedPages(kv_cache, head_dim, packed, 0, k_scale),
+            PackedPages(kv_cache, head_dim, packed, 1, v_scale),
         )
 
     def attend(
@@ -133,18 +151,46 @@ class Packed:
         return output
 
 
+@dataclass(frozen=True)
+class PackedFormat:
+    """Format of a packed cache.
+
+    Attributes:
+        isa: instruction set of the backend.
+        dtype: dtype of keys and values.
+        cache_dtype: vLLM's name of the cache dtype.
+    """
+
+    isa: str
+    dtype: torch.dtype
+    cache_dtype: str
+
+
 class PackedPages:
     """Keys or values of a packed cache [blocks, Hkv, N, 2 d] by row: [rows, N, d].
 
     Args:
         which: 0 for keys, 1 for values.
+        scale: scale of the codes of a quantised cache; None for a cache of numbers.
     """
 
-    def __init__(self, kv_cache: Tensor, head_dim: int, isa: str, which: int) -> None:
+    def __init__(
+        self,
+        kv_cache: Tensor,
+        head_dim: int,
+        packed: PackedFormat,
+        which: int,
+        scale: float | None,
+    ) -> None:
         blocks, heads, size, _ = kv_cache.shape
         self.shape = (blocks * heads, size, head_dim)
-        self._rows, self._isa, self._which = kv_cache.view(blocks * heads, 1, size, -1), isa, which
+        self._rows, self._format = kv_cache.view(blocks * heads, 1, size, -1), packed
+        self._which, self._scale = which, scale
 
     def __getitem__(self, rows: Tensor) -> Tensor:
-        taken = self._rows.index_select(0, rows)
-        return unpack(taken, self.shape[2], self._isa, taken.dtype, "auto")[self._which][:, 0]
+        taken, packed = self._rows.index_select(0, rows), self._format
+        both = unpack(taken, self.shape[2], packed.isa, packed.dtype, packed.cache_dtype)
+        found = both[self._which][:, 0]
+        if self._scale is None:
+            return found
+        return decode(as_codes(found, packed.cache_dtype), self._scale, packed.dtype)

@@ -17,13 +17,16 @@ from kvgraft.vllm.sparse.program import program_of
 class SparseMetadata:
     """Requests that a step decodes sparsely.
 
+    With drafts, a request has several tokens in a step. Each of them chooses its own blocks.
+
     Attributes:
         queries: int64 [r], rows of their tokens among those of the step.
-        pages: int64 [r, T], their block tables.
-        full: int64 [r], number of full pages in each table.
-        batch: one row for each KV head of these requests.
-        others: metadata of the same step in which these requests have one token of context, so that
-            vLLM's work for them costs nothing. None if the step has no other requests.
+        pages: int64 [r, T], the block table of each token.
+        full: int64 [r], number of full pages before each token.
+        batch: one row for each KV head of each token.
+        others: metadata of the same step in which these requests have no context but their tokens
+            of the step, so that vLLM's work for them costs next to nothing. None if the step has no
+            other requests.
     """
 
     queries: Tensor
@@ -50,6 +53,8 @@ class SparseBuilder:
         self.program = program_of(self.vllm_config)  # type: ignore[attr-defined]
         spec = self.kv_cache_spec  # type: ignore[attr-defined]
         self._num_heads: int = spec.num_kv_heads
+        speculation = self.vllm_config.speculative_config  # type: ignore[attr-defined]
+        self._num_drafts = 0 if speculation is None else speculation.num_speculative_tokens
         self._others: Any = None
 
         if self.program is None:
@@ -88,44 +93,62 @@ class SparseBuilder:
     def _sparse(self, common: Any) -> SparseMetadata | None:
         """Return the requests that the step decodes sparsely, or None.
 
-        These have one query, are no prefills, and have more blocks than the flow reads at most.
+        These are no prefills, have one token and drafts only, and more blocks than the flow reads
+        at most.
         """
         program = self.program
         if program is None or common.is_prefilling is None or common.causal is not True:
             return None
 
         starts = common.query_start_loc_cpu.long()
-        lengths = lengths_of(common)[: len(starts) - 1]
-        blocks = -(-lengths // program.block_size)
+        counts = starts.diff()
+        # with drafts, vLLM's bound on the CPU counts drafts that were rejected
+        lengths = common.seq_lens.cpu().long() if self._num_drafts else lengths_of(common)
+        lengths = lengths[: len(counts)]
+        # the first token of the step has the shortest context
+        blocks = -(-(lengths - counts + 1) // program.block_size)
         sparse = (
-            (starts.diff() == 1)
+            (counts >= 1)
+            & (counts <= 1 + self._num_drafts)
             & (blocks > program.most)
             & ~common.is_prefilling[: len(lengths)].cpu()
         )
-        rows = sparse.nonzero()[:, 0]
-
-        if not rows.numel():
+        if not sparse.any():
             return None
 
-        others = None if bool(sparse.all()) else self._others.build(0, _shortened(common, sparse))
-        table, own = common.block_table_tensor, lengths[rows]
-        pages = table[rows.to(table.device), : int(blocks[rows].max())].long()
+        others = None
+        if not sparse.all():
+            others = self._others.build(0, _without_context(common, sparse, counts))
+        is_query = sparse.repeat_interleave(counts)
+        queries = is_query.nonzero()[:, 0]
+        requests = torch.arange(len(counts)).repeat_interleave(counts)[queries]
+        # tokens up to each query, itself included
+        own = queries + (lengths - starts[1:])[requests] + 1
+
+        table, num_blocks = common.block_table_tensor, -(-int(own.max()) // program.block_size)
+        pages = table[requests.to(table.device), :num_blocks].long()
         heads = torch.arange(self._num_heads, device=table.device)
         by_head = (pages[:, None] * self._num_heads + heads[:, None]).flatten(0, 1)
         batch = Batch(by_head, own.repeat_interleave(self._num_heads), program.block_size)
         full = (own // program.block_size).to(table.device)
 
-        return SparseMetadata(starts[rows].to(table.device), pages, full, batch, others)
+        return SparseMetadata(queries.to(table.device), pages, full, batch, others)
 
 
-def _shortened(common: Any, sparse: Tensor) -> Any:
-    """Return metadata of the same step, in which the sparse requests have one token of context."""
+def _without_context(common: Any, sparse: Tensor, counts: Tensor) -> Any:
+    """Return metadata of the same step, in which the sparse requests have no tokens before it.
+
+    Args:
+        sparse: bool [requests].
+        counts: int64 [requests], tokens of each request in the step.
+    """
     changed: dict[str, Any] = {}
     for name in ("seq_lens", "seq_lens_cpu_upper_bound"):
         lengths = getattr(common, name, None)
         if lengths is not None:
-            here = torch.nn.functional.pad(sparse, (0, len(lengths) - len(sparse))).to(
-                lengths.device
+            here, own = (
+                torch.nn.functional.pad(x, (0, len(lengths) - len(x))).to(lengths.device)
+                for x in (sparse, counts.to(lengths.dtype))
             )
-            changed[name] = torch.where(here, 1, lengths)
+            changed[name] = torch.where(here, own, lengths)
     return replace(common, **changed)

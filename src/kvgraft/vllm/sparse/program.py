@@ -65,14 +65,32 @@ def install(config: VllmConfig) -> None:
 
 
 def check_installed(config: VllmConfig, model: nn.Module) -> None:
-    """Raise RuntimeError if the server has a flow that no layer of the model follows."""
+    """Let the layers of a draft model attend densely, and check that the model follows its flow.
+
+    Args:
+        model: the model that the server serves; vLLM knows the layers of a draft model, too.
+
+    Raises:
+        RuntimeError: the server has a flow that no layer of the model follows.
+    """
+    program = program_of(config)
+    if program is None:
+        return
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    if program_of(config) and not any(layer.attn_backend.__module__ == _MODULE for layer in layers):
+    others = set(config.compilation_config.static_forward_context.values()) - set(layers)
+    for layer in others:
+        if isinstance(layer, Attention) and layer.attn_backend.__module__ == _MODULE:
+            layer.impl.follow(None)
+
+    ours = [layer for layer in layers if layer.attn_backend.__module__ == _MODULE]
+    if not ours:
         chosen = sorted({layer.attn_backend.get_name() for layer in layers})
         raise RuntimeError(
             f"no layer follows the flow: the attention backend is {', '.join(chosen)}, not one of "
             f"{', '.join(BACKENDS)}, or this process had chosen it before"
         )
+    if not any(layer.impl.follows for layer in ours):
+        raise RuntimeError("no layer follows the flow: all layers attend to a window only")
 
 
 def _reasons(config: VllmConfig, program: Program) -> Iterator[str]:
@@ -85,20 +103,19 @@ def _reasons(config: VllmConfig, program: Program) -> Iterator[str]:
         )
 
     architecture = architecture_of(config)
-    if architecture not in FLOWS and not config.model_config.use_mla:
-        yield (
-            f"model class {architecture}: flows choose blocks for attention without windows, sinks "
-            "and soft caps only"
-        )
-
     if config.model_config.use_mla:
         yield "a model of latent attention: only the native engine follows flows there"
+    elif architecture not in FLOWS:
+        yield f"model class {architecture}: its attention has sinks, or local chunks"
 
-    if is_quantized_kv_cache(cache.cache_dtype):
-        yield f"KV cache dtype {cache.cache_dtype}: only unquantised ones are supported"
+    text = config.model_config.hf_text_config
+    if not current_platform.is_cpu() and getattr(text, "attn_logit_softcapping", None):
+        yield "soft caps: our attention kernel for GPUs has none"
+    if not current_platform.is_cpu() and is_quantized_kv_cache(cache.cache_dtype):
+        yield f"KV cache dtype {cache.cache_dtype}: our attention kernel for GPUs reads numbers"
 
-    if config.speculative_config is not None:
-        yield "speculative decoding: its steps have several queries"
+    if program.is_stateful and config.speculative_config is not None:
+        yield "speculative decoding: state of rejected tokens could not be removed"
 
     if program.is_stateful and cache.enable_prefix_caching:
         yield "prefix caching: the flow keeps state in pages, and two requests could share one"
