@@ -302,9 +302,13 @@ HANDED = {
     ("connector/scheduler_side.py", "", "config.parallel_config"): PARALLEL,
     ("server/engine_choice.py", "of", "client"): "vllm.v1.engine.async_llm:AsyncLLM",
     ("server/engine_choice.py", "of", "client.output_processor"): PROCESSOR,
-    ("server/engine_choice.py", "of", "config"): CONFIG,
-    ("server/engine_choice.py", "of", "config.parallel_config"): PARALLEL,
-    ("server/engine_choice.py", "of", "config.cache_config"): CACHE,
+    ("server/engine_choice.py", "of", "client.vllm_config"): CONFIG,
+    ("server/engine_choice.py", "of", "cache"): CACHE,
+    (
+        "server/engine_choice.py",
+        "of",
+        "client.engine_core",
+    ): "vllm.v1.engine.core_client:AsyncMPClient",
     (
         "server/engine_choice.py",
         "_load",

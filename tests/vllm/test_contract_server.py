@@ -34,7 +34,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from kvgraft.server import arguments, keys, serve
 from kvgraft.server.engine_client import NOT_RESET, TenantEngineClient
 from kvgraft.server.plugin import ServerPlugin
-from kvgraft.vllm.compat.command_line import make_arg_parser
+from kvgraft.vllm.compat.command_line import make_arg_parser, resets_are_complete
 from kvgraft.vllm.patches.reports import StoppedReports
 
 SOURCE = Path(arguments.__file__).parent
@@ -190,10 +190,14 @@ def test_the_engine_of_a_request_may_be_chosen_and_other_calls_reach_all_engines
     chosen = inspect.getsource(DPLBAsyncMPClient.get_core_engine_for_request)
     assert "request.data_parallel_rank) is None" in chosen, "EngineChoice sets it"
     assert "self.core_engines[eng_index]" in chosen
-    for name in ("reset_prefix_cache_async", "is_scheduler_paused_async"):
-        source = inspect.getsource(getattr(DPLBAsyncMPClient, name))
-        assert re.search(r"call_utility(_all|_consensus)?_async", source), name
-    assert "call_utility_all_async" in inspect.getsource(DPLBAsyncMPClient.call_utility_async)
+    assert "for engine in self.core_engines" in inspect.getsource(
+        DPLBAsyncMPClient.call_utility_all_async
+        if resets_are_complete()
+        else DPLBAsyncMPClient.call_utility_async
+    )
+    if resets_are_complete():
+        reset = inspect.getsource(DPLBAsyncMPClient.reset_prefix_cache_async)
+        assert re.search(r"all\(\s*await self.call_utility_all_async\(", reset)
     independent = inspect.getsource(EngineCoreProc.run_engine_core)
     assert "parallel_config.data_parallel_index = dp_rank" in independent, "reports name it"
 

@@ -72,7 +72,7 @@ class FleetOptions:
     gpus: float = setting(
         0.0,
         "GPUs of one replica, as Ray counts them",
-        "on GPUs: 1, or the tensor-parallel size",
+        "on GPUs: 1, or the product of the tensor-parallel and data-parallel sizes",
         AMOUNT,
     )
     autoscaling: dict[str, Any] | None = setting(

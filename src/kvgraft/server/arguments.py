@@ -30,7 +30,7 @@ from kvgraft.vllm.compat import (
     WORKER_CLASS,
     transfer_config,
 )
-from kvgraft.vllm.compat.command_line import make_arg_parser
+from kvgraft.vllm.compat.command_line import make_arg_parser, resets_are_complete
 from kvgraft.vllm.compat.families import BY_HEAD_ARCHITECTURES
 from kvgraft.vllm.patches.forced_tokens import RAW
 from kvgraft.vllm.settings import KVGraftSettings, given_settings
@@ -211,8 +211,8 @@ def _conflicts(args: Namespace) -> Iterator[str]:
 
 
 def _engine_conflicts(args: Namespace) -> Iterator[str]:
-    """Yield a reason for each way of data parallelism in which this server would not choose the
-    engine of each prompt, or has not been tested."""
+    """Yield a reason for each way of data parallelism in which others would choose the engine of a
+    prompt, or that has not been tested."""
     given = {name: getattr(args, name) for name in ENGINES_ELSEWHERE}
     if flags := [
         f"--{name.replace('_', '-')}"
@@ -226,6 +226,13 @@ def _engine_conflicts(args: Namespace) -> Iterator[str]:
         )
     if args.data_parallel_size > 1 and args.data_parallel_backend != "mp":
         yield f"--data-parallel-backend {args.data_parallel_backend}: only mp has been tested"
+    if args.nnodes > 1:
+        yield f"--nnodes {args.nnodes}: all engines must run on this machine"
+    if args.data_parallel_size > 1 and not resets_are_complete():
+        yield (
+            "--data-parallel-size with this vLLM, which tells of a cache reset by the first engine "
+            "only: use vLLM 0.32"
+        )
     if args.enable_elastic_ep:
         yield "--enable-elastic-ep: the number of engines must stay the same"
 

@@ -10,13 +10,13 @@ from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from kvgraft.server.call import CURRENT, Call
-from kvgraft.server.engine_choice import EngineChoice
+from kvgraft.server.engine_choice import EngineChoice, PromptText
 from kvgraft.server.guarding import ServerGuard, exact
 from kvgraft.server.request_log import Entry, RequestLog
 from kvgraft.server.sharing import SHARED, Grants
 from kvgraft.server.tenancy import Principal, Salts, Tenant
 from kvgraft.vllm.namespace_grants import GRANTED, granted_params
-from kvgraft.vllm.options import KEY, PARAMS, Control, RequestOptions
+from kvgraft.vllm.options import EXACT_BECAUSE, KEY, PARAMS, Control, RequestOptions
 from kvgraft.vllm.patches.forced_tokens import check_forced_output
 from kvgraft.vllm.patches.reports import StoppedReports
 
@@ -137,7 +137,7 @@ class TenantEngineClient:
     async def admit(self, request: Any) -> None:
         """Set the cache key of an `EngineCoreRequest`, add its grants, choose its engine, and send
         it there."""
-        call, shared = CURRENT.get(), list[str]()
+        call, salts = CURRENT.get(), list[str]()
         if call is None or not call.low_priority:
             await self.before_request()
 
@@ -151,18 +151,9 @@ class TenantEngineClient:
                 call.principal.tenant, given.get("namespace", ""), request.cache_salt
             )
             names = self._grants.names_for(call.principal.tenant, given.get("shared"))
-            shared = [self._salts.of(SHARED, name) for name in names]
-            _share(request, shared)
-
-        if self._choice is not None:
-            if call is not None and call.engine is not None:
-                request.data_parallel_rank = call.engine
-            request.data_parallel_rank = self._choice.choose(
-                request.request_id,
-                request.prompt_token_ids or (),
-                [request.cache_salt, *shared],
-                request.data_parallel_rank,
-            )
+            salts = [self._salts.of(SHARED, name) for name in names]
+            _share(request, salts)
+        await self._choose_engine(request, call, salts)
 
         name = getattr(request, "external_req_id", None) or request.request_id
         if call is not None and (watched := call.watched.get(name)) is not None:
@@ -171,6 +162,36 @@ class TenantEngineClient:
             watched.engine = request.data_parallel_rank
 
         await self._admit(request)
+
+    async def _choose_engine(self, request: Any, call: Call | None, shared: list[str]) -> None:
+        """Set the engine of a request, if there are several.
+
+        Args:
+            shared: cache keys of the shared namespaces that it may graft from.
+        """
+        if call is not None and call.engine is not None:
+            request.data_parallel_rank = call.engine
+        # requests of the server itself give way, and their text is that of others
+        if self._choice is None or (call is not None and call.low_priority):
+            return
+
+        adapter = request.lora_request
+        text = await PromptText.of(
+            request.prompt_token_ids or (),
+            [request.cache_salt, *shared],
+            "" if adapter is None else adapter.lora_name,
+            grafts=request.data_parallel_rank is None and self._may_graft(request),
+        )
+        request.data_parallel_rank = self._choice.choose(
+            request.request_id, text, request.data_parallel_rank
+        )
+
+    def _may_graft(self, request: Any) -> bool:
+        """Return whether a request may use approximate KV."""
+        params = _params_of(request.sampling_params) or {}
+        if request.sampling_params is None or EXACT_BECAUSE in params:
+            return False
+        return RequestOptions.parse(params.get(KEY) or {}, self._default).is_approximate
 
     async def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Drop the guard's waiting answers, then call vLLM's `reset_prefix_cache`.
@@ -182,11 +203,12 @@ class TenantEngineClient:
         await self.before_request()
         if self.guard is not None:
             await self.guard.reset()
-        if self._choice is not None:
-            self._choice.clear()
 
         try:
-            return bool(await self._reset(*args, **kwargs))
+            is_reset = bool(await self._reset(*args, **kwargs))
+            if self._choice is not None and is_reset:
+                self._choice.clear()
+            return is_reset
         except Exception as error:
             if NOT_RESET not in str(error):
                 raise

@@ -37,6 +37,8 @@ class TenantPins:
         # monotonic time of the last complete list
         self._asked_at: dict[PinPlace, float] = {}
         self._refreshing = asyncio.Lock()
+        # one operation at a time, so that all engines have the same documents
+        self._changing = asyncio.Lock()
 
     async def operate(
         self,
@@ -46,7 +48,7 @@ class TenantPins:
         token_ids: list[int] | None = None,
         lora_request: Any = None,
     ) -> dict[str, Any]:
-        """Run an operation on pinned documents, in all engines.
+        """Run an operation on pinned documents, in all engines or in none.
 
         Args:
             token_ids: the text to pin; None for other operations.
@@ -66,21 +68,10 @@ class TenantPins:
             )
 
         charged = replace(control, owner=tenant.label, quota=self.quota)
-        client, answers = self._engine_client(), list[dict[str, Any]]()
-        for engine in client.engines:
-            answers.append(
-                await client.control(
-                    tenant, namespace, charged, token_ids or NO_TEXT, lora_request, engine
-                )
+        async with self._changing:
+            answer = await self._in_all_engines(
+                tenant, namespace, charged, token_ids or NO_TEXT, lora_request
             )
-        answer = merged(answers)
-        if control.op == "pin" and "error" in answer:
-            # a document is pinned in all engines or in none
-            for engine in client.engines:
-                if "pin" in answers[engine]:
-                    await client.control(
-                        tenant, namespace, replace(charged, op="delete"), NO_TEXT, None, engine
-                    )
 
         if "error" in answer:
             raise Refused(int(answer.get("status", 400)), str(answer["error"]))
@@ -112,6 +103,39 @@ class TenantPins:
             for segment in self._known.get(place, {}).values()
         ]
 
+    async def _in_all_engines(
+        self,
+        tenant: Tenant,
+        namespace: str,
+        control: Control,
+        token_ids: list[int],
+        lora_request: Any,
+    ) -> dict[str, Any]:
+        """Run an operation in one engine after the other, and return their merged answer.
+
+        If one of several engines does not pin a document, it is deleted in all of them.
+        """
+        client, answers = self._engine_client(), list[dict[str, Any]]()
+        is_pinned = False
+        try:
+            for engine in client.engines:
+                answers.append(
+                    await client.control(
+                        tenant, namespace, control, token_ids, lora_request, engine
+                    )
+                )
+                if control.op == "pin" and "pin" not in answers[-1]:
+                    break
+            else:
+                is_pinned = True
+        finally:
+            if control.op == "pin" and answers and not is_pinned and "pin" in answers[0]:
+                for engine in client.engines:
+                    await client.control(
+                        tenant, namespace, replace(control, op="delete"), NO_TEXT, None, engine
+                    )
+        return merged(answers)
+
     def _note(self, place: PinPlace, control: Control, answer: dict[str, Any]) -> None:
         """Record what an answer says about a namespace."""
         known = self._known.setdefault(place, {})
@@ -137,9 +161,9 @@ def merged(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Every engine has all documents. Each prompt goes to one engine, so their hits add up. An error
     of one engine counts, except that a document to delete may be missing in some of them.
     """
-    failed = [answer for answer in answers if "error" in answer]
-    done = [answer for answer in answers if "error" not in answer]
-    if not done or any(answer["status"] != HTTPStatus.NOT_FOUND for answer in failed):
+    done = [answer for answer in answers if answer.keys() & {"pins", "pin"}]
+    failed = [answer for answer in answers if answer not in done]
+    if not done or any(answer.get("status") != HTTPStatus.NOT_FOUND for answer in failed):
         return dict((failed or answers)[0])
 
     if "pins" in done[0]:
@@ -148,8 +172,6 @@ def merged(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for pin in answer["pins"]:
                 by_name.setdefault(pin["name"], []).append(pin)
         return {"pins": [_merged_pin(pins) for pins in by_name.values()]}
-    if "pin" not in done[0]:
-        return dict(done[0])
     num_pins = max(answer["num_pins"] for answer in done)
     return {"pin": _merged_pin([answer["pin"] for answer in done]), "num_pins": num_pins}
 

@@ -17,6 +17,7 @@ from kvgraft.server.pins import TenantPins
 from kvgraft.server.request_log import RequestLog
 from kvgraft.server.sharing import SHARED, Grants
 from kvgraft.server.tenancy import Keyring, Principal, Salts, Tenant
+from kvgraft.vllm.setting_fields import SHADOW
 from kvgraft.vllm.settings import KVGraftSettings
 
 
@@ -118,7 +119,7 @@ class ServerState:
             self.grants,
             self.request_log,
             self.default,
-            EngineChoice.of(engine_client),
+            EngineChoice.of(engine_client, grafts=self.settings.mode != SHADOW),
         )
 
         self._probe = EngineProbe(engine_client, self._silence_limit_s)

@@ -58,7 +58,8 @@ def _model(args: Namespace, config: VllmConfig) -> dict[str, str]:
         "longest prompt and answer": f"{model.max_model_len} tokens",
         "KV cache": f"{pool}, blocks of {cache.block_size} tokens",
         "tokens of a step": str(tokens),
-        "ranks": str(config.parallel_config.world_size),
+        "engines": str(config.parallel_config.data_parallel_size),
+        "ranks of an engine": str(config.parallel_config.world_size),
     }
 
 

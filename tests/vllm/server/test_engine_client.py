@@ -18,10 +18,12 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from kvgraft.guard.guard import Ticket
 from kvgraft.policies import parse_policy
 from kvgraft.server.call import CURRENT, Call
+from kvgraft.server.engine_choice import EngineChoice
 from kvgraft.server.engine_client import NOT_RESET, TenantEngineClient
 from kvgraft.server.keys import Keys
 from kvgraft.server.logprob_recorder import LogprobRecorder
 from kvgraft.server.request_log import RequestLog
+from kvgraft.server.scorer import AnswerSample
 from kvgraft.server.sharing import SHARED, Grants, NotGranted
 from kvgraft.server.tenancy import Keyring, Principal, Salts, Tenant
 from kvgraft.vllm.namespace_grants import GRANTED, granted_salts
@@ -328,3 +330,51 @@ def test_of_several_answers_to_a_prompt_the_last_has_the_report_of_the_first(
     processor.request_states.clear()
     del parent
     assert len(kept) == len(kept._of_first) == 0, "nothing is kept of what has ended"
+
+
+def test_each_request_goes_to_the_engine_that_is_chosen_or_settled(engine: Engine, salts: Salts):
+    """And the guard tries a plan in the engine that has made it."""
+    choice = EngineChoice(3, 10_000, {})
+    TenantEngineClient(
+        engine, salts, GRANTS, RequestLog((ALICE,)), RequestOptions(parse_policy("naive")), choice
+    )
+    note = LogprobRecorder(Ticket("naive", parse_policy("naive")), "")
+    sent = request()
+    sent.data_parallel_rank = 2
+    admit(engine, sent, Call(Principal(ALICE), "", watched={"r": note}))
+    assert (sent.data_parallel_rank, note.engine) == (2, 2), "the client's own choice"
+    trial = AnswerSample.of(note, 0, would=True).call
+    assert (trial.engine, trial.low_priority) == (2, True)
+
+    chosen = request()
+    admit(engine, chosen, Call(Principal(ALICE), ""))
+    assert chosen.data_parallel_rank == 0, "the first of those that were given least"
+    for call in (trial, Call(Principal(ALICE), "", "salt", engine=2)):
+        settled = request()
+        admit(engine, settled, call)
+        assert settled.data_parallel_rank == 2
+    warm_up = request()
+    admit(engine, warm_up, Call.internal_request("salt"))
+    assert warm_up.data_parallel_rank is None, "vLLM's own choice"
+
+
+@pytest.mark.parametrize(
+    ("params", "may"),
+    [
+        ({}, True),
+        ({"reuse": "off"}, False),
+        ({"reuse": "exact"}, False),
+        ({"policy": "full"}, False),
+    ],
+)
+def test_requests_that_must_not_graft_are_sent_by_their_prefix_alone(
+    engine: Engine, salts: Salts, params: dict[str, Any], may: bool, monkeypatch: pytest.MonkeyPatch
+):
+    choice, texts = EngineChoice(2, 10_000, {}), list[Any]()
+    monkeypatch.setattr(choice, "choose", lambda _, text, given: texts.append(text) or 0)
+    TenantEngineClient(
+        engine, salts, GRANTS, RequestLog((ALICE,)), RequestOptions(parse_policy("naive")), choice
+    )
+    admit(engine, request(**params), Call(Principal(ALICE), ""))
+    assert texts[0].grafts == may
+    assert len(texts[0].shared) == 2, "wiki and law"

@@ -172,11 +172,11 @@ def test_a_server_reads_anew_only_if_asked_to(monkeypatch: pytest.MonkeyPatch, f
     async def connected() -> ServerState:
         entrances: dict[str, Any] = {"generate": None, "reset_prefix_cache": None, "add_lora": None}
         entrances["output_processor"] = SimpleNamespace(process_outputs=None)
-        entrances["engine_core"] = SimpleNamespace(add_request_async=None)
+        entrances["engine_core"] = SimpleNamespace(add_request_async=None, core_engines=[b"0"])
         state = ServerState(parse(flags))
         entrances["vllm_config"] = SimpleNamespace(
             model_config=SimpleNamespace(served_model_name="m"),
-            parallel_config=SimpleNamespace(data_parallel_size=1),
+            cache_config=None,
         )
         entrances["is_paused"] = asyncio.Event().wait
         state.connect(SimpleNamespace(**entrances))
