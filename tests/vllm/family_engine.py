@@ -196,8 +196,8 @@ def stored(host: Host) -> bool:
 
 
 def followed(model: Path, engine: dict[str, Any]) -> dict[str, Any]:
-    """The answer where decode steps follow a flow, and then where they do not; or why vLLM is not
-    started with one."""
+    """The answer where decode steps do not follow the flow that they followed before, and whether
+    they were likely to answer otherwise under it; or why vLLM is not started with one."""
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
@@ -210,16 +210,16 @@ def followed(model: Path, engine: dict[str, Any]) -> dict[str, Any]:
     except UnsupportedConfiguration as error:
         return {"refused": str(error)}
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    tokens = []
+    ask, answers = Ask(PROMPT, logprobs=True), []
     for _ in range(2):
-        [output] = llm.generate(
-            [as_prompt(Ask(PROMPT))], [as_sampling(Ask(PROMPT))], use_tqdm=False
-        )
-        tokens.append(as_answer(output).tokens)
+        [output] = llm.generate([as_prompt(ask)], [as_sampling(ask)], use_tqdm=False)
+        answers.append(as_answer(output))
         for module in runner.get_model().modules():
             if isinstance(module, Attention):
                 module.impl.follow(None)
-    return {"sparse": tokens[0], "dense": tokens[1]}
+    sparse, dense = answers
+    apart = max(abs(a - b) for a, b in zip(sparse.logprobs, dense.logprobs, strict=True))
+    return {"dense": dense.tokens, "is_followed": apart > 1e-3}
 
 
 def differs(tokens: list[int], truth: Any) -> bool:

@@ -53,7 +53,7 @@ def row(family: str, variant: str, model: Path, facts: Mapping[str, Any]) -> str
         similar["report"]["grafted_tokens"] > 100 and similar["tokens"] == facts["plain_edited"],
         facts["documents"]["outcome"] == "grafted",
         facts["stored"],
-        facts["flow"].get("dense") == facts["plain"] != facts["flow"].get("sparse"),
+        facts["flow"].get("dense") == facts["plain"] and facts["flow"]["is_followed"],
         facts["architecture"] in BY_HEAD_ARCHITECTURES,
         runs_natively(model),
     ]

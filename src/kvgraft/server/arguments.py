@@ -1,5 +1,6 @@
 """Command line of `kvgraft serve`: vLLM's own, with KVGraft's defaults, flags and checks."""
 
+import json
 import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,6 @@ from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvgraft.engine.checkpoint import identify
-from kvgraft.engine.config import load_config
 from kvgraft.engine.profiles import MAKE_MAP, load_policy_profile
 from kvgraft.flows import parse_flow
 from kvgraft.kv.heads import HEAD_MAP_FILE
@@ -281,7 +281,7 @@ def _keep_heads_by_class(args: Namespace) -> None:
     Raises:
         ValueError: the model's architecture is not supported.
     """
-    architecture = load_config(args.model).architecture
+    architecture = _architecture(Path(args.model))
     if architecture not in BY_HEAD_ARCHITECTURES:
         known = ", ".join(BY_HEAD_ARCHITECTURES)
         raise ValueError(
@@ -295,6 +295,12 @@ def _keep_heads_by_class(args: Namespace) -> None:
     }
     if args.kvgraft_allow_untested:
         args.additional_config[ALLOW_UNTESTED] = True
+
+
+def _architecture(model: Path) -> str | None:
+    """Return the model class that a checkpoint names; None if it names none."""
+    [name, *_] = json.loads((model / "config.json").read_text()).get("architectures") or [None]
+    return name
 
 
 def _head_map(args: Namespace) -> Path:

@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
+from typing import Any
 
 import uvloop
 from vllm.entrypoints.launchers.api_server.entry import run_server
@@ -26,6 +27,7 @@ from kvgraft.vllm.compat.command_line import (
 from kvgraft.vllm.compat.support import check_config
 from kvgraft.vllm.options import CONTROL_TOKEN
 from kvgraft.vllm.settings import KVGraftSettings
+from kvgraft.vllm.sparse.program import check_flow
 
 # a child of vLLM's logger, so that its handler prints the messages
 logger = init_logger(f"vllm.{__name__}")
@@ -46,9 +48,9 @@ def serve(arguments: Sequence[str]) -> None:
         ValueError: the command line cannot be served; the message says why.
     """
     args = _checked(arguments)
+    with _quiet():
+        _check(args, engine_config(args))
     if not args.no_kvgraft:
-        with _quiet():
-            check_config(engine_config(args))
         settings = KVGraftSettings.parse(args.kv_transfer_config.kv_connector_extra_config)
         logger.info("KVGraft: %s", settings.policy_profile or f"policy {settings.default_policy}")
 
@@ -67,8 +69,7 @@ def summarize(arguments: Sequence[str]) -> ConfigurationSummary:
     args = _checked(arguments)
     with _quiet():
         config = engine_config(args)
-    if not args.no_kvgraft:
-        check_config(config)
+    _check(args, config)
     return ConfigurationSummary.of(args, config)
 
 
@@ -85,6 +86,17 @@ def _checked(arguments: Sequence[str]) -> Namespace:
     check_parsed(args)
     prepare_environment(args)
     return args
+
+
+def _check(args: Namespace, config: Any) -> None:
+    """Run the checks that need vLLM's configuration.
+
+    Raises:
+        ValueError: it cannot be served; the message says why.
+    """
+    if not args.no_kvgraft:
+        check_config(config)
+    check_flow(config)
 
 
 @contextmanager

@@ -44,21 +44,30 @@ def _program(named: str, block_size: int, head_dim: int, group: int) -> Program 
     return None if flow is None else trace(flow, block_size, head_dim, group)
 
 
-def install(config: VllmConfig) -> None:
-    """Let models that this process loads from now on follow the server's flow, if any.
+def check_flow(config: VllmConfig) -> Program | None:
+    """Return the server's flow as `program_of` does, after a check that it can be followed.
 
     Raises:
         UnsupportedConfiguration: the message names every reason.
         ValueError, FileNotFoundError: as `program_of`.
     """
     program = program_of(config)
-    if program is None:
-        return
-    reasons = list(_reasons(config, program))
-    if reasons:
+    reasons = [] if program is None else list(_reasons(config, program))
+    if program is not None and reasons:
         raise UnsupportedConfiguration(
             f"flow {program.flow.name!r} cannot be followed with " + "; ".join(reasons)
         )
+    return program
+
+
+def install(config: VllmConfig) -> None:
+    """Let models that this process loads from now on follow the server's flow, if any.
+
+    Raises:
+        UnsupportedConfiguration, ValueError, FileNotFoundError: as `check_flow`.
+    """
+    if check_flow(config) is None:
+        return
     # vLLM chooses one of these backends later.
     for name in BACKENDS:
         register_backend(AttentionBackendEnum[name], f"{_MODULE}.{name}")

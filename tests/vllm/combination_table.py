@@ -1,0 +1,140 @@
+"""Table of features that a server refuses together, on the page docs/combinations.md.
+
+`python tests/vllm/combination_table.py` writes it. Each pair is one run of what `kvgraft serve
+--check` does, in this process; `--print` only prints the table."""
+
+import json
+import os
+import re
+import sys
+from itertools import combinations, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "vllm")]
+
+from kvgraft.kv.heads import HEAD_MAP_FILE  # noqa: E402
+
+PAGE = ROOT / "docs" / "combinations.md"
+BEGIN, END = (
+    "<!-- combinations: written by tests/vllm/combination_table.py -->\n",
+    "<!-- end of combinations -->\n",
+)
+HEAD = ("| feature | refused with | reason |", "|---|---|---|")
+MAP = "HEAD_MAP"  # replaced by the path of the model's head map
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+DRAFT = {"method": "draft_model", "model": "MODEL", "num_speculative_tokens": 3}
+# policies that a server may have as its default, and what it is started with
+POLICIES = {
+    "policy `redknot`": ["--kvgraft-policy", "redknot", "--kvgraft-head-map", MAP],
+    "policies `samkv`, `condense`": ["--kvgraft-policy", "condense"],
+}
+FEATURES = {
+    "near-duplicates": ["--kvgraft-match", "similar"],
+    "flow": ["--flow", "quest"],
+    "per-head KV eviction": ["--kvgraft-head-paging", "--kvgraft-head-map", MAP],
+    "segment store": ["--kvgraft-store-ram-gib", "1"],
+    "residual streams": ["--kvgraft-residual-layers", "1"],
+    "idle refresh": ["--kvgraft-idle-refresh", "0.01"],
+    "guard": ["--kvgraft-guard", "0.01"],
+    "FP8 KV cache": ["--kv-cache-dtype", "fp8"],
+    "LoRA": ["--enable-lora"],
+    "n-gram drafts": ["--speculative-config", json.dumps(NGRAM)],
+    "draft model": ["--speculative-config", json.dumps(DRAFT)],
+    "tensor parallelism": ["--tensor-parallel-size", "2"],
+    "data parallelism": ["--data-parallel-size", "2"],
+}
+# kind of model -> family
+MODELS = {
+    "windows (Gemma 3)": "Gemma 3",
+    "windows and sinks (gpt-oss)": "gpt-oss",
+    "experts (Mixtral)": "Mixtral",
+    "images (Qwen2.5-VL)": "Qwen2.5-VL",
+}
+PLAIN = "Llama"
+# end of a reason that lists what is allowed
+LIST = re.compile(r":? ?(supported|allowed) are .*$")
+
+
+def reason(model: Path, *features: str) -> str | None:
+    """Return why a server does not start with these features; None if it does."""
+    from kvgraft.server.serve import summarize
+
+    known = FEATURES | POLICIES
+    given = [argument for feature in features for argument in known[feature]]
+    head_map = str(model / HEAD_MAP_FILE)
+    arguments = [item.replace(MAP, head_map).replace("MODEL", str(model)) for item in given]
+    fixed = ["--max-model-len", "1024", "--kv-cache-memory-bytes", str(1 << 26), "--port", "0"]
+    try:
+        off = summarize([str(model), *fixed, *arguments]).off
+    except ValueError as error:
+        return _shortened(str(error), model)
+    for feature in features:
+        name = feature.replace("`", "")
+        if name in off and "unsupported_model" in off[name]:
+            return "requests with it are computed in full (`unsupported_model`)"
+    return None
+
+
+def _shortened(text: str, model: Path) -> str:
+    """Return the first reason in a message, without paths and prefixes."""
+    text = re.sub(r"^KVGraft cannot run with |^flow '\w+' cannot be followed with ", "", text)
+    text = text.partition("; ")[0].replace(str(model), "the model")
+    return LIST.sub("" if "tested" in text else " is not supported", text)
+
+
+def rows(folder: Path) -> list[str]:
+    """All lines of the table."""
+    import multimodal
+    from families import make_family
+
+    def make(family: str) -> Path:
+        build = multimodal.make_apart if family in multimodal.FAMILIES else make_family
+        build(family, folder / family)
+        return folder / family
+
+    plain = make(PLAIN)
+    found = []
+    for pair in combinations([*POLICIES, *FEATURES], 2):
+        if set(pair) <= POLICIES.keys():
+            continue
+        if "--speculative-config" in FEATURES.get(pair[0], ()) and "draft model" in pair:
+            continue
+        if why := reason(plain, *pair):
+            found.append((*pair, why))
+    for (kind, family), feature in product(MODELS.items(), [*POLICIES, *FEATURES]):
+        model = folder / family if (folder / family).exists() else make(family)
+        has_map = (model / HEAD_MAP_FILE).exists()
+        if MAP in (FEATURES | POLICIES)[feature] and not has_map:
+            found.append((kind, feature, "the native engine, which makes head maps, cannot run it"))
+        elif why := reason(model, feature):
+            found.append((kind, feature, why))
+    return [f"| {first} | {second} | {why} |" for first, second, why in found]
+
+
+def table() -> str:
+    """The table as it is now."""
+    with TemporaryDirectory() as folder:
+        return "\n".join([*HEAD, *rows(Path(folder)), ""])
+
+
+def written() -> str:
+    """The table as the page has it."""
+    return PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints is no table
+    found = table()
+    if "--print" in sys.argv:
+        print(found, file=answers, end="", flush=True)
+        return
+    text = PAGE.read_text(encoding="utf-8")
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    PAGE.write_text(before + BEGIN + found + END + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
