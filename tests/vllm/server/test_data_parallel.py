@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +21,16 @@ pytestmark = [
 SCORE_S = 120.0
 
 
+def start(log: Path, *flags: str) -> Any:
+    """A server with two engines, one core each."""
+    arguments = ["-m", "kvgraft", "serve", "--api-key", ALICE, BOB, "--data-parallel-size", "2"]
+    environment = {**os.environ, **TWO_RANKS, "KVGRAFT_ADMIN_KEY": ADMIN}
+    return running([*arguments, "--kvgraft-costs", "tokens", *flags], log, environment)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    arguments = ["-m", "kvgraft", "serve", "--api-key", ALICE, BOB, "--data-parallel-size", "2"]
-    arguments += ["--kvgraft-costs", "tokens", "--kvgraft-guard", "1.0"]
-    log = tmp_path_factory.mktemp("server") / "log"
-    environment = {**os.environ, **TWO_RANKS, "KVGRAFT_ADMIN_KEY": ADMIN}
-    with running(arguments, log, environment) as started:
+    with start(tmp_path_factory.mktemp("server") / "log", "--kvgraft-guard", "1.0") as started:
         yield started
 
 
@@ -86,13 +90,8 @@ def test_many_prompts_at_once_use_both_engines(server: RunningServer, texts: Any
 
 
 def test_a_pinned_document_is_known_in_both_engines(server: RunningServer, texts: Any):
-    document, label = texts.document(), None
+    document, label = texts.document(), str(server.status(ALICE)["view"]["tenant"])
     with server.http(ADMIN) as admin:
-        [label] = [
-            one["tenant"]
-            for one in admin.get("/v1/kvgraft/tenants").json()["tenants"]
-            if one["tenant"] == admin_label(server, ALICE)
-        ]
         body = {"name": "manual", "text": document, "tenant": label}
         answer = admin.post("/v1/kvgraft/pins", json=body)
         assert answer.status_code == 200, answer.text
@@ -107,11 +106,6 @@ def test_a_pinned_document_is_known_in_both_engines(server: RunningServer, texts
         answer = admin.delete("/v1/kvgraft/pins/manual", params=where)
         assert (answer.status_code, answer.json()["num_pins"]) == (200, 0)
         assert admin.delete("/v1/kvgraft/pins/manual", params=where).status_code == 404
-
-
-def admin_label(server: RunningServer, key: str) -> str:
-    """The name under which the admin sees the tenant with this key."""
-    return str(server.status(key)["view"]["tenant"])
 
 
 def test_the_guard_scores_answers_of_both_engines(server: RunningServer, texts: Any):
@@ -145,3 +139,17 @@ def test_metrics_name_the_engine_and_the_status_sums(server: RunningServer, text
     assert min(by_engine.values()) > 0
     pool = server.status(ADMIN)["pool"]
     assert pool["used"] + pool["free"] > 0
+
+
+def test_an_engine_finds_what_another_has_stored(tmp_path: Path, texts: Any):
+    document = texts.document()
+    with start(tmp_path / "log", "--kvgraft-store-dir", str(tmp_path / "store")) as server:
+        ask(server, ALICE, document, engine=0)
+        deadline = time.monotonic() + 60.0
+        while sum(1 for _ in (tmp_path / "store").rglob("*.safetensors")) < 2:
+            assert time.monotonic() < deadline, "the document was not written"
+            time.sleep(0.1)
+        ask(server, ALICE, texts.document(), engine=1)  # a step, in which it looks
+        _, report = ask(server, ALICE, elsewhere(document), engine=1)
+        assert report["engine"] == 1
+        assert report["grafted_tokens"] >= 500
