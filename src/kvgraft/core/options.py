@@ -153,8 +153,9 @@ class ReuseFields:
     )
     max_depth: int = setting(
         MAX_DEPTH,
-        "limits the depth of text that may be grafted: 0 is exact KV, 1 was computed over grafts "
-        "of exact KV. Deeper text is computed again and reported as `too_deep_tokens`",
+        "limits the depth of the sources of grafts: 0 grafts exact KV only (such answers have "
+        "depth 1), 1 also KV that was computed over grafts of exact KV. Deeper text is computed "
+        "again and reported as `too_deep_tokens`",
         "you want KV close to exact; long sessions cost more ([figures](results/endless.md))",
         at_least(0),
         shown="no limit",
@@ -190,8 +191,9 @@ class ReuseFields:
     )
     exactness_weight: float = setting(
         EXACTNESS_WEIGHT,
-        "says how strongly to prefer exact KV, from 0 to 1. Text behind a graft is approximate, so "
-        "a graft must save more than this share of the cost of computing that text",
+        "says how strongly to prefer exact KV, from 0 to 1. A graft makes all text behind it "
+        "approximate; it is made only if it saves more than this share of the cost of computing "
+        "that text",
         "0: graft whenever the first token comes earlier",
         SHARE,
     )

@@ -73,8 +73,9 @@ class SettingFields(ReuseFields):
     idle_refresh: float = setting(
         0.0,
         "when the server has been idle for 0.5 s, recomputes popular approximate blocks exactly, "
-        "most used first. Value: tokens, at most this share of the prompt tokens of requests. A "
-        "new request aborts it and waits for one step of 512 tokens at most",
+        "most used first. Value: a share; fewer tokens are recomputed than this share of all "
+        "prompt tokens received. A new request aborts it and waits for one step of 512 tokens at "
+        "most",
         "documents return in another order, and the server has idle time "
         "([figures](results/conversations.md#recomputing-between-turns))",
         SHARE,
