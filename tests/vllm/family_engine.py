@@ -197,7 +197,7 @@ def stored(host: Host) -> bool:
 
 def followed(model: Path, engine: dict[str, Any]) -> dict[str, Any]:
     """The answer where decode steps do not follow the flow that they followed before, and whether
-    they were likely to answer otherwise under it; or why vLLM is not started with one."""
+    log-probabilities differ under it; or why vLLM is not started with one."""
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.selector import _cached_get_attn_backend
 

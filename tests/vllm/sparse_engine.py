@@ -2,8 +2,8 @@
 
 Run as a script it reads one JSON object, `model`, `flow`, `settings` and what to do, and prints
 what became of it: `rounds` of `Ask`, those of a round together; with `everything` no request is too
-short to be decoded sparsely; the requests of `trouble` come first, are preempted and aborted, and
-their blocks overwritten."""
+short to be decoded sparsely; with `scales` layers have these scales of keys and values; the
+requests of `trouble` come first, are preempted and aborted, and their blocks overwritten."""
 
 import json
 import os
@@ -40,6 +40,9 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
             "preempted": preempted[0],
         }
     host = Host(Path(given["model"]), **settings)
+    if "scales" in given:  # as a checkpoint sets them
+        for attention in host.model.attentions:
+            attention._k_scale_float, attention._v_scale_float = given["scales"]
     if given.get("trouble"):
         _trouble(host, [Ask(**ask) for ask in given["trouble"]])
     found = [host.ask(*asks) for asks in rounds]
@@ -133,17 +136,17 @@ def _taken_up(host: Host, caches: Any) -> torch.Tensor:
 
 
 def _reads_well(host: Host, number: int, pages: torch.Tensor) -> bool:
-    """Whether the flow of a layer reads the keys and values that recoveries read."""
+    """Whether the flow of a layer reads the codes that recoveries copy, times their scales."""
     attention = host.model.attentions[number]
     caches = attention.impl._caches
     own = attention.impl.layout.pages(attention, caches.kv_cache, attention.head_size)
     slots = host.slots_of(pages.tolist())
-    for read, expected in zip(own, host.model.read(number, slots), strict=True):
+    codes = host.model.read_codes(number, slots)
+    scales = attention._k_scale_float, attention._v_scale_float
+    for read, expected, scale in zip(own, codes, scales, strict=True):
         # [n * Hkv, N, d] and [n * N, Hkv, d]
-        found = (
-            read[caches.rows(pages)].unflatten(0, (len(pages), caches.num_heads)).transpose(1, 2)
-        )
-        if not torch.equal(found.flatten(0, 1), expected):
+        found = read[caches.rows(pages)].unflatten(0, (len(pages), caches.num_heads))
+        if not torch.equal(found.transpose(1, 2).flatten(0, 1), expected.float() * scale):
             return False
     return True
 

@@ -2,6 +2,7 @@
 never stale."""
 
 import json
+from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from processes import HostProcess
 from test_compat import configure
 
 from kvgraft import Engine, Request, SamplingParams
+from kvgraft.server import serve
 from kvgraft.server.arguments import parse
 from kvgraft.vllm.compat import FLOW, WORKER_CLASS, transfer_config
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
@@ -158,7 +160,7 @@ def test_a_model_without_a_full_layer_follows_no_flow(tmp_path: Path):
 def test_a_quantised_cache_is_read_with_its_scales(model: Path):
     fp8 = {"kv_cache_dtype": "fp8"}
     dense, all_blocks, few_blocks = (
-        run(model, flow, MIXED, everything=flow.startswith("quest"), settings=fp8)
+        run(model, flow, MIXED, everything=flow.startswith("quest"), settings=fp8, scales=(0.5, 2))
         for flow in ("dense", "quest:topk_blocks=64,layers_skip=none", "quest:topk_blocks=3")
     )
     assert all_blocks["tokens"] == dense["tokens"]
@@ -171,11 +173,13 @@ def test_a_quantised_cache_is_read_with_its_scales(model: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", pytest.param("draft_model", marks=pytest.mark.soak)])
 def test_drafts_change_no_answer_of_a_flow(model: Path, native: Engine, method: str):
-    """Each drafted token chooses the blocks that it would have chosen alone."""
+    """Each drafted token chooses the blocks that it would have chosen alone, also where the flow
+    begins: it reads up to six blocks."""
     drafts = NGRAM
     if method == "draft_model":
         drafts = {"method": method, "model": str(model), "num_speculative_tokens": 3}
-    asks = [Ask(ask.prompt, max_tokens=80) for ask in MIXED]
+    lengths = [*(len(ask.prompt) for ask in MIXED), *range(170, 186, 3)]
+    asks = [Ask(words(length, length), max_tokens=80) for length in lengths]
     flow = "quest:topk_blocks=3"
     said = run(model, flow, asks, asks, settings={"speculative_config": drafts})
     expected = natively(native, flow, asks)
@@ -239,6 +243,17 @@ def test_what_cannot_be_right_is_refused(
     } | changes
     with pytest.raises(UnsupportedConfiguration, match=reason):
         install(configure(**settings, additional_config={FLOW: flow}))
+
+
+def test_a_server_checks_its_flow_before_it_starts(model: Path):
+    plain = {"model": str(model), "kv_transfer_config": None, "additional_config": {FLOW: "quest"}}
+    without = Namespace(no_kvgraft=True)
+    with pytest.raises(ValueError, match="prefix caching without reuse"):
+        serve._check(without, configure(**plain))
+    serve._check(without, configure(**plain, enable_prefix_caching=False))
+    both = plain | {"additional_config": {FLOW: "h2o"}, "kv_transfer_config": transfer_config()}
+    with pytest.raises(ValueError, match=r"worker class .*; .*keeps state in pages"):
+        serve._check(Namespace(no_kvgraft=False), configure(**both, worker_cls="auto"))
 
 
 def test_the_flag_names_the_flow_to_every_process(

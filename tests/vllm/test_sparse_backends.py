@@ -76,6 +76,8 @@ class Layer:
             self.impl = self.backend.get_impl_cls()(
                 heads, DIM, DIM**-0.5, KV_HEADS, None, None, "auto"
             )
+        known = config.compilation_config.static_forward_context
+        known["model.layers.1.attn"] = SimpleNamespace(impl=self.impl)  # as vLLM's layers do
         free = torch.randperm(BLOCKS - 1) + 1
         self.table = torch.zeros(len(REQUESTS), 20, dtype=torch.int32)
         self.keys, self.values = (

@@ -1,15 +1,15 @@
 """Command line of `kvgraft serve`: vLLM's own, with KVGraft's defaults, flags and checks."""
 
-import json
 import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from kvgraft.engine.checkpoint import identify
+from kvgraft.engine.checkpoint import identify, read_json
 from kvgraft.engine.profiles import MAKE_MAP, load_policy_profile
 from kvgraft.flows import parse_flow
 from kvgraft.kv.heads import HEAD_MAP_FILE
@@ -279,6 +279,7 @@ def _keep_heads_by_class(args: Namespace) -> None:
     """Select the model class that has one attention layer per KV head (--kvgraft-head-paging).
 
     Raises:
+        FileNotFoundError: there is no such model directory.
         ValueError: the model's architecture is not supported.
     """
     architecture = _architecture(Path(args.model))
@@ -297,10 +298,16 @@ def _keep_heads_by_class(args: Namespace) -> None:
         args.additional_config[ALLOW_UNTESTED] = True
 
 
+class _Named(msgspec.Struct):
+    """Part of a checkpoint's configuration."""
+
+    architectures: list[str] | None = None
+
+
 def _architecture(model: Path) -> str | None:
     """Return the model class that a checkpoint names; None if it names none."""
-    [name, *_] = json.loads((model / "config.json").read_text()).get("architectures") or [None]
-    return name
+    names = read_json(model / "config.json", _Named).architectures
+    return names[0] if names else None
 
 
 def _head_map(args: Namespace) -> Path:

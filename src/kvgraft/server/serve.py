@@ -24,7 +24,11 @@ from kvgraft.vllm.compat.command_line import (
     validate_api_server_args,
     validate_parsed_serve_args,
 )
-from kvgraft.vllm.compat.support import check_config
+from kvgraft.vllm.compat.support import (
+    UnsupportedConfiguration,
+    check_by_head,
+    check_config,
+)
 from kvgraft.vllm.options import CONTROL_TOKEN
 from kvgraft.vllm.settings import KVGraftSettings
 from kvgraft.vllm.sparse.program import check_flow
@@ -48,8 +52,9 @@ def serve(arguments: Sequence[str]) -> None:
         ValueError: the command line cannot be served; the message says why.
     """
     args = _checked(arguments)
-    with _quiet():
-        _check(args, engine_config(args))
+    if not args.no_kvgraft or args.additional_config:
+        with _quiet():
+            _check(args, engine_config(args))
     if not args.no_kvgraft:
         settings = KVGraftSettings.parse(args.kv_transfer_config.kv_connector_extra_config)
         logger.info("KVGraft: %s", settings.policy_profile or f"policy {settings.default_policy}")
@@ -94,9 +99,14 @@ def _check(args: Namespace, config: Any) -> None:
     Raises:
         ValueError: it cannot be served; the message says why.
     """
-    if not args.no_kvgraft:
-        check_config(config)
-    check_flow(config)
+    reasons = list[str]()
+    for check in (check_by_head if args.no_kvgraft else check_config, check_flow):
+        try:
+            check(config)
+        except UnsupportedConfiguration as error:
+            reasons.append(str(error))
+    if reasons:
+        raise ValueError("; ".join(reasons))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 from kvgraft.engine.checkpoint import identify
 from kvgraft.engine.profiles import MAKE_MAP
 from kvgraft.kv.heads import HeadMap
-from kvgraft.vllm.compat import ALLOW_UNTESTED, CONNECTOR, WORKER_CLASS
+from kvgraft.vllm.compat import ALLOW_UNTESTED, CONNECTOR, HEAD_MAP, WORKER_CLASS
 from kvgraft.vllm.compat.cache_dtype import FP8
 from kvgraft.vllm.compat.drafts import draft_rope, has_draft_model
 from kvgraft.vllm.compat.families import (
@@ -44,6 +44,10 @@ SUPPORTED_VERSIONS = {(0, 31): "tested", (0, 32): "tested", (0, 33): NOT_RUN}
 DRAFTLESS_SPECULATION = ("ngram", "ngram_gpu", "suffix")
 # speculation methods whose draft model has KV of its own, in the same blocks
 DRAFTING = ("draft_model", "eagle", "eagle3")
+
+
+# beginning of a message
+BY_CLASS = "heads cannot be kept by class with "
 
 
 class UnsupportedConfiguration(ValueError):
@@ -73,9 +77,22 @@ def check_config(config: VllmConfig) -> None:
     _refuse(list(_config_reasons(config)))
 
 
-def _refuse(reasons: Sequence[str]) -> None:
-    if reasons:
-        raise UnsupportedConfiguration("KVGraft cannot run with " + "; ".join(reasons))
+def check_by_head(config: VllmConfig) -> None:
+    """Raise UnsupportedConfiguration with every reason why heads cannot be kept by class, if the
+    configuration asks for it."""
+    if is_by_head(config) and (reasons := list(_head_reasons(config, _head_map_path(config)))):
+        raise UnsupportedConfiguration(BY_CLASS + "; ".join(reasons))
+
+
+def _head_map_path(config: VllmConfig) -> str | None:
+    """Return the path of the head map by which heads are kept."""
+    return (config.additional_config or {}).get(HEAD_MAP)
+
+
+def _refuse(reasons: Iterable[str]) -> None:
+    """Raise UnsupportedConfiguration with all reasons, each once, if there are any."""
+    if found := list(dict.fromkeys(reasons)):
+        raise UnsupportedConfiguration("KVGraft cannot run with " + "; ".join(found))
 
 
 def _config_reasons(config: VllmConfig) -> Iterator[str]:
@@ -88,6 +105,10 @@ def _config_reasons(config: VllmConfig) -> Iterator[str]:
     yield from _store_reasons(config)
     yield from _profile_reasons(config)
     yield from _head_map_reasons(config)
+    if is_by_head(config):
+        yield from _head_reasons(config, _head_map_path(config))
+    if _has_several_groups(config):
+        yield from _beside_groups_reasons(config)
 
 
 def check_language_model(config: VllmConfig, model: Any) -> None:
@@ -138,7 +159,7 @@ def check_head_map(config: VllmConfig, path: str | None) -> HeadMap:
         *_head_reasons(config, path),
     ]
     if reasons or path is None:
-        raise UnsupportedConfiguration("heads cannot be kept by class with " + "; ".join(reasons))
+        raise UnsupportedConfiguration(BY_CLASS + "; ".join(reasons))
 
     head_map = HeadMap.load(path)
     model = config.model_config
@@ -396,17 +417,6 @@ def _group_reasons(config: VllmConfig, kv_cache: KVCacheConfig) -> Iterator[str]
 
 def _several_groups_reasons(config: VllmConfig, specs: Sequence[Any]) -> Iterator[str]:
     """Yield reasons against several KV cache groups (layers with windows, or heads by class)."""
-    beside = (
-        "beside groups with windows (--disable-hybrid-kv-cache-manager makes one group of all "
-        "layers)"
-    )
-    if is_by_head(config):
-        beside = "where heads are kept by class (--kvgraft-head-paging)"
-
-    settings, num_layers = (
-        KVGraftSettings.of(config),
-        config.model_config.get_num_layers(config.parallel_config),
-    )
     if len({spec.block_size for spec in specs}) > 1:
         yield f"blocks of {[spec.block_size for spec in specs]} tokens: groups of equal blocks only"
 
@@ -418,6 +428,30 @@ def _several_groups_reasons(config: VllmConfig, specs: Sequence[Any]) -> Iterato
             "serve` has it, or --disable-hybrid-kv-cache-manager)"
         )
 
+    yield from _beside_groups_reasons(config)
+
+
+def _has_several_groups(config: VllmConfig) -> bool:
+    """Return True if the KV cache will have groups of full layers and of others, as far as the
+    configuration says."""
+    kinds = set(getattr(config.model_config.hf_text_config, "layer_types", None) or ())
+    has_windows = len(kinds) > 1 and "full_attention" in kinds
+    return is_by_head(config) or (
+        has_windows and not config.scheduler_config.disable_hybrid_kv_cache_manager
+    )
+
+
+def _beside_groups_reasons(config: VllmConfig) -> Iterator[str]:
+    """Yield reasons against features that need one group of all layers."""
+    beside = (
+        "beside groups with windows (--disable-hybrid-kv-cache-manager makes one group of all "
+        "layers)"
+    )
+    if is_by_head(config):
+        beside = "where heads are kept by class (--kvgraft-head-paging)"
+
+    settings = KVGraftSettings.of(config)
+    num_layers = config.model_config.get_num_layers(config.parallel_config)
     if settings.store is not None:
         yield f"a store {beside}"
 

@@ -1,6 +1,6 @@
 """Attention backends of vLLM with a flow: each KV head decodes over its own blocks.
 
-The page of one KV head counts as a page. Each KV head of each request is a sequence with its own
+The page of one KV head counts as a page. Each KV head of each token is a sequence with its own
 block table. Prompts, short requests and skipped layers use the unchanged backend of vLLM.
 """
 

@@ -1,6 +1,7 @@
 """Choice of the requests that a step decodes sparsely, added to the metadata of vLLM's backends."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ class SparseMetadata:
     With drafts, a request has several tokens in a step. Each of them chooses its own blocks.
 
     Attributes:
-        queries: int64 [r], rows of their tokens among those of the step.
+        queries: int64 [r], rows of these tokens among those of the step.
         pages: int64 [r, T], the block table of each token.
         full: int64 [r], number of full pages before each token.
         batch: one row for each KV head of each token.
@@ -47,6 +48,8 @@ class SparseBuilder:
     """
 
     STOCK: ClassVar[type]
+    # each KV cache group has its own pages
+    supports_update_block_table: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -77,6 +80,13 @@ class SparseBuilder:
 
         self._others = twin
 
+    @cached_property
+    def _is_followed(self) -> bool:
+        """True if a layer of this builder follows the flow: not those of windows and drafts."""
+        layers = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
+        names: list[str] = self.layer_names  # type: ignore[attr-defined]
+        return any(layers[name].impl.follows for name in names)
+
     @classmethod
     def get_cudagraph_support(cls, *_: Any) -> AttentionCGSupport:
         """Return NEVER, for the reason given in the class."""
@@ -93,11 +103,13 @@ class SparseBuilder:
     def _sparse(self, common: Any) -> SparseMetadata | None:
         """Return the requests that the step decodes sparsely, or None.
 
-        These are no prefills, have one token and drafts only, and more blocks than the flow reads
-        at most.
+        These are no prefills, and have one token and drafts only. A token with no more blocks than
+        the flow reads at most is left to vLLM.
         """
         program = self.program
         if program is None or common.is_prefilling is None or common.causal is not True:
+            return None
+        if not self._is_followed:
             return None
 
         starts = common.query_start_loc_cpu.long()
@@ -105,25 +117,27 @@ class SparseBuilder:
         # with drafts, vLLM's bound on the CPU counts drafts that were rejected
         lengths = common.seq_lens.cpu().long() if self._num_drafts else lengths_of(common)
         lengths = lengths[: len(counts)]
-        # the first token of the step has the shortest context
-        blocks = -(-(lengths - counts + 1) // program.block_size)
-        sparse = (
+        decodes = (
             (counts >= 1)
             & (counts <= 1 + self._num_drafts)
-            & (blocks > program.most)
             & ~common.is_prefilling[: len(lengths)].cpu()
         )
-        if not sparse.any():
+        requests = torch.arange(len(counts)).repeat_interleave(counts)
+        rows = torch.arange(len(requests))
+        # tokens up to each token of the step, itself included
+        own = rows + (lengths - starts[1:])[requests] + 1
+        blocks = -(-own // program.block_size)
+        is_sparse = decodes[requests] & (blocks > program.most)
+        if not is_sparse.any():
             return None
 
         others = None
-        if not sparse.all():
-            others = self._others.build(0, _without_context(common, sparse, counts))
-        is_query = sparse.repeat_interleave(counts)
-        queries = is_query.nonzero()[:, 0]
-        requests = torch.arange(len(counts)).repeat_interleave(counts)[queries]
-        # tokens up to each query, itself included
-        own = queries + (lengths - starts[1:])[requests] + 1
+        if not is_sparse.all():
+            # if the first token is sparse, so are the others
+            whole = decodes & is_sparse[starts[:-1].clamp(max=len(rows) - 1)]
+            others = self._others.build(0, _without_context(common, whole, counts))
+        queries = is_sparse.nonzero()[:, 0]
+        requests, own = requests[queries], own[queries]
 
         table, num_blocks = common.block_table_tensor, -(-int(own.max()) // program.block_size)
         pages = table[requests.to(table.device), :num_blocks].long()
@@ -136,10 +150,10 @@ class SparseBuilder:
 
 
 def _without_context(common: Any, sparse: Tensor, counts: Tensor) -> Any:
-    """Return metadata of the same step, in which the sparse requests have no tokens before it.
+    """Return metadata of the same step, in which some requests have no tokens before it.
 
     Args:
-        sparse: bool [requests].
+        sparse: bool [requests], those whose tokens are all decoded sparsely.
         counts: int64 [requests], tokens of each request in the step.
     """
     changed: dict[str, Any] = {}

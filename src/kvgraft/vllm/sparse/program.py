@@ -6,6 +6,7 @@ from functools import lru_cache
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
@@ -16,6 +17,8 @@ from kvgraft.vllm.compat import FLOW
 from kvgraft.vllm.compat.families import FLOWS, architecture_of
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
 
+# what attention has that flows cannot replace, by model class
+NOT_FULL = {"GptOssForCausalLM": "sinks", "Llama4ForCausalLM": "local chunks"}
 # backends of vLLM that can follow flows
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 _MODULE = "kvgraft.vllm.sparse.attention"
@@ -80,7 +83,7 @@ def check_installed(config: VllmConfig, model: nn.Module) -> None:
         model: the model that the server serves; vLLM knows the layers of a draft model, too.
 
     Raises:
-        RuntimeError: the server has a flow that no layer of the model follows.
+        RuntimeError: the server has a flow that no layer of the model follows, or can follow.
     """
     program = program_of(config)
     if program is None:
@@ -98,8 +101,18 @@ def check_installed(config: VllmConfig, model: nn.Module) -> None:
             f"no layer follows the flow: the attention backend is {', '.join(chosen)}, not one of "
             f"{', '.join(BACKENDS)}, or this process had chosen it before"
         )
-    if not any(layer.impl.follows for layer in ours):
-        raise RuntimeError("no layer follows the flow: all layers attend to a window only")
+    following = [
+        layer
+        for layer in ours
+        if layer.impl.follows
+        and extract_layer_index(layer.layer_name) not in program.flow.layers_skip
+    ]
+    if not following:
+        raise RuntimeError(
+            "no layer follows the flow: all layers attend to a window only, or are in layers_skip"
+        )
+    if any(getattr(layer.impl, "sinks", None) is not None for layer in following):
+        raise RuntimeError("no flow can be followed: the model's attention has sinks")
 
 
 def _reasons(config: VllmConfig, program: Program) -> Iterator[str]:
@@ -114,8 +127,13 @@ def _reasons(config: VllmConfig, program: Program) -> Iterator[str]:
     architecture = architecture_of(config)
     if config.model_config.use_mla:
         yield "a model of latent attention: only the native engine follows flows there"
+    elif architecture in NOT_FULL:
+        yield f"model class {architecture}: its attention has {NOT_FULL[architecture]}"
     elif architecture not in FLOWS:
-        yield f"model class {architecture}: its attention has sinks, or local chunks"
+        yield f"model class {architecture}: flows have not been tested with it"
+
+    if (stages := config.parallel_config.pipeline_parallel_size) > 1:
+        yield f"pipeline_parallel_size {stages}: it has not been tested (allowed is 1)"
 
     text = config.model_config.hf_text_config
     if not current_platform.is_cpu() and getattr(text, "attn_logit_softcapping", None):
