@@ -2,14 +2,17 @@
 
 Every kind of routing has the same traffic on the same two servers, started anew; and so has one
 server with twice the pool, which is what two could reach at most, with a fleet's endpoint in front
-of it and without.
+of it and without. `engines` is one server with two engines (data parallelism) that chooses the
+engine of each prompt, and `engines in turn` the same without that choice.
 
     python benchmarks/fleet.py [--requests 500 --rate 4] [--out results/fleet.json]
 """
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -41,6 +44,7 @@ ENVIRONMENT = {**MEMORY, **ONE_CORE, "VLLM_CPU_KVCACHE_SPACE": "1"}
 STORE = "+store"  # servers that share a directory for what leaves their pools
 ONE = "one server, twice the pool"
 ALONE = f"{ONE}, no fleet"
+ENGINES, IN_TURN = "engines", "engines in turn"
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,10 @@ def measure(traffic: Traffic, model: Path, routing: str, replicas: int, pool: in
     """Start a fleet, send it the traffic, and end it."""
     arguments = [str(model), "--num-gpu-blocks-override", str(pool // BLOCK + 1)]
     arguments += ["--dtype", "float32", "--max-model-len", "4096"]
-    if routing != ALONE:
+    is_fleet = routing not in (ALONE, ENGINES, IN_TURN)
+    if routing in (ENGINES, IN_TURN):
+        arguments += ["--data-parallel-size", str(replicas)]
+    elif is_fleet:
         kind = "load" if routing == ONE else routing.removesuffix(STORE)
         arguments += ["--replicas", str(replicas), "--routing", kind]
     with TemporaryDirectory() as folder:
@@ -178,25 +185,31 @@ def measure(traffic: Traffic, model: Path, routing: str, replicas: int, pool: in
                 arguments,
                 ENVIRONMENT,
                 log,
-                command="serve" if routing == ALONE else "fleet",
+                command="fleet" if is_fleet else "serve",
                 start_timeout_s=600,
             ) as server,
         ):
             status.stop()
             with progress_bar(errors, routing) as on_progress:
-                outcomes = asyncio.run(send(server.api, traffic, on_progress))
+                engines = range(replicas) if routing == IN_TURN else ()
+                outcomes = asyncio.run(send(server.api, traffic, on_progress, engines))
             metrics = httpx.get(f"{server.url}/metrics", timeout=60).raise_for_status().text
     return row_of(routing, outcomes[traffic.warm_up :], metrics)
 
 
-async def send(url: str, traffic: Traffic, on_progress: Any) -> list[Outcome]:
-    """Each prompt when its time has come."""
+async def send(
+    url: str, traffic: Traffic, on_progress: Any, engines: Sequence[int] = ()
+) -> list[Outcome]:
+    """Each prompt when its time has come, to these engines in turn; without any the server
+    chooses."""
     loop, done = asyncio.get_running_loop(), 0
     turns = asyncio.Semaphore(len(traffic.prompts) if any(traffic.times) else 1)
-    async with Client(url) as client:
+    headers = [{"X-data-parallel-rank": str(engine)} for engine in engines] or [{}]
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(Client(url, headers=own)) for own in headers]
         begin = loop.time()
 
-        async def at(time: float, prompt: str) -> Outcome:
+        async def at(time: float, prompt: str, client: Client) -> Outcome:
             nonlocal done
             await asyncio.sleep(begin + time - loop.time())
             async with turns:
@@ -205,7 +218,8 @@ async def send(url: str, traffic: Traffic, on_progress: Any) -> list[Outcome]:
             on_progress(done, len(traffic.prompts))
             return outcome
 
-        return list(await asyncio.gather(*map(at, traffic.times, traffic.prompts)))
+        sent = map(at, traffic.times, traffic.prompts, cycle(clients))
+        return list(await asyncio.gather(*sent))
 
 
 def row_of(routing: str, outcomes: Sequence[Outcome], metrics: str) -> Row:
@@ -225,7 +239,7 @@ def row_of(routing: str, outcomes: Sequence[Outcome], metrics: str) -> Row:
             "fresh",
             "recomputed",
         ):
-            server = sample.labels.get("replica", "")
+            server = sample.labels.get("replica", "") + sample.labels["engine"]
             computed[server] = computed.get(server, 0.0) + sample.value
     routing_ms = {
         part: times for part in ("fingerprints", "ranking") if (times := routing_times(found, part))

@@ -59,6 +59,7 @@ class Client:
         model: name; None takes the first that the endpoint lists.
         chat: send conversations to /chat/completions instead of their text to /completions.
         extra: fields that the OpenAI API does not have, put into every request.
+        headers: of every request.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Client:
         model: str | None = None,
         chat: bool = False,
         extra: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self.url, self.model, self.chat, self.extra = (
             url.rstrip("/"),
@@ -77,7 +79,11 @@ class Client:
             dict(extra or {}),
         )
         self._api = AsyncOpenAI(
-            base_url=self.url, api_key=api_key, max_retries=0, timeout=REQUEST_TIMEOUT_S
+            base_url=self.url,
+            api_key=api_key,
+            max_retries=0,
+            timeout=REQUEST_TIMEOUT_S,
+            default_headers=headers,
         )
 
     async def __aenter__(self) -> "Client":
