@@ -88,6 +88,7 @@ class TenantEngineClient:
         self._generate, client.generate = client.generate, self.generate
         self._reset, client.reset_prefix_cache = client.reset_prefix_cache, self.reset_prefix_cache
         self._add_lora, client.add_lora = client.add_lora, self.add_lora
+        # kept by the output processor
         StoppedReports(client.output_processor)
         self._admit, client.engine_core.add_request_async = (
             client.engine_core.add_request_async,

@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
@@ -37,7 +38,7 @@ class TenantPins:
         # monotonic time of the last complete list
         self._asked_at: dict[PinPlace, float] = {}
         self._refreshing = asyncio.Lock()
-        # one operation at a time, so that all engines have the same documents
+        # one change at a time, so that all engines have the same documents
         self._changing = asyncio.Lock()
 
     async def operate(
@@ -68,7 +69,7 @@ class TenantPins:
             )
 
         charged = replace(control, owner=tenant.label, quota=self.quota)
-        async with self._changing:
+        async with nullcontext() if control.op == "list" else self._changing:
             answer = await self._in_all_engines(
                 tenant, namespace, charged, token_ids or NO_TEXT, lora_request
             )
