@@ -382,12 +382,15 @@ def test_a_flow_that_decodes_is_told_of_all_that_is_written(
     """Also of what kernels write past the attention."""
     read, [asked] = prompts(TOKENS, 1)
     host = models[0].host("cpu")
-    recover, told = (
+    recover, noted = (
         Recoveries(host, read, documents(TOKENS), asked),
         [set[int]() for _ in range(LAYERS)],
     )
     layer_of = {id(attention.kv_cache): index for index, attention in enumerate(host.attentions)}
-    note = lambda _, __, cache, slots: told[layer_of[id(cache)]].update(slots.tolist())  # noqa: E731
+
+    def note(impl: Any, layer: Any, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        noted[layer_of[id(cache)]].update(slots.tolist())
+
     store = RowAttention.do_kv_cache_update
     monkeypatch.setattr(RowAttention, "note_written", note, raising=False)
     monkeypatch.setattr(
@@ -396,7 +399,7 @@ def test_a_flow_that_decodes_is_told_of_all_that_is_written(
         lambda *given: (note(None, None, *given[4:]), store(*given))[1],
     )
     recover(parse_policy(policy))
-    assert {len(slots) for slots in told} == {len(asked)}
+    assert {len(slots) for slots in noted} == {len(asked)}
 
 
 @pytest.mark.parametrize("policy", ["full", "naive", "transitive", "spread", "samkv"])

@@ -106,13 +106,13 @@ def _count_rows(host: Host) -> dict[str, int]:
         indexer, rows = caches.indexer, caches.rows(pages)
         taken_up += len(rows)
         like, _ = host.model.read(number, host.slots_of([]))
-        anew = Indexer(indexer.program, len(caches.written) * caches.num_heads, like)
-        anew.at(
+        refilled = Indexer(indexer.program, len(caches.written) * caches.num_heads, like)
+        refilled.at(
             slice(None),
             *attention.impl.layout.pages(attention, caches.kv_cache, attention.head_size),
         ).fill(rows)
         for name, cache in indexer.caches.items():
-            stale += int((cache[rows] != anew.caches[name][rows]).flatten(1).any(1).sum())
+            stale += int((cache[rows] != refilled.caches[name][rows]).flatten(1).any(1).sum())
     return {"taken_up": taken_up, "stale": stale, "misread": misread}
 
 

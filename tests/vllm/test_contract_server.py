@@ -32,9 +32,10 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from kvgraft.server import arguments, keys, serve
+from kvgraft.server.engine_choice import resets_are_complete
 from kvgraft.server.engine_client import NOT_RESET, TenantEngineClient
 from kvgraft.server.plugin import ServerPlugin
-from kvgraft.vllm.compat.command_line import make_arg_parser, resets_are_complete
+from kvgraft.vllm.compat.command_line import make_arg_parser
 from kvgraft.vllm.patches.reports import StoppedReports
 
 SOURCE = Path(arguments.__file__).parent

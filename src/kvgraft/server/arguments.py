@@ -15,6 +15,7 @@ from kvgraft.flows import parse_flow
 from kvgraft.kv.heads import HEAD_MAP_FILE
 from kvgraft.models import BUNDLED, KNOWN, find_model, is_name
 from kvgraft.policies.profile import POLICY_FILE
+from kvgraft.server.engine_choice import resets_are_complete
 from kvgraft.server.flags import PREFIX, add_flags
 from kvgraft.server.keys import API_KEY, Keys, given_keys
 from kvgraft.server.lifecycle import DRAIN_S
@@ -30,7 +31,7 @@ from kvgraft.vllm.compat import (
     WORKER_CLASS,
     transfer_config,
 )
-from kvgraft.vllm.compat.command_line import make_arg_parser, resets_are_complete
+from kvgraft.vllm.compat.command_line import make_arg_parser
 from kvgraft.vllm.compat.families import BY_HEAD_ARCHITECTURES
 from kvgraft.vllm.patches.forced_tokens import RAW
 from kvgraft.vllm.settings import KVGraftSettings, given_settings
@@ -230,8 +231,8 @@ def _engine_conflicts(args: Namespace) -> Iterator[str]:
         yield f"--nnodes {args.nnodes}: all engines must run on this machine"
     if args.data_parallel_size > 1 and not resets_are_complete():
         yield (
-            "--data-parallel-size with this vLLM, which tells of a cache reset by the first engine "
-            "only: use vLLM 0.32"
+            "--data-parallel-size with this vLLM, whose answer to a cache reset covers the first "
+            "engine only: use vLLM 0.32"
         )
     if args.enable_elastic_ep:
         yield "--enable-elastic-ep: the number of engines must stay the same"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from vllm.v1.engine.core_client import AsyncMPClient
 
 from kvgraft.core.cost_model import WORK
 from kvgraft.core.costs import TOKENS
@@ -17,6 +18,12 @@ from kvgraft.core.text_contents import TextContents
 TOKEN_DTYPE = np.dtype("<i4")
 # tokens times namespaces above which fingerprints are made in a thread
 MANY_TOKENS = 1 << 13
+
+
+def resets_are_complete() -> bool:
+    """Return True if vLLM's answer to a cache reset covers all engines."""
+    # since vLLM 0.32; earlier versions return the answer of the first engine
+    return hasattr(AsyncMPClient, "call_utility_all_async")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from http import HTTPStatus
@@ -69,10 +69,15 @@ class TenantPins:
             )
 
         charged = replace(control, owner=tenant.label, quota=self.quota)
+        client = self._engine_client()
+
+        async def ask(engine: int, op: str) -> dict[str, Any]:
+            text = token_ids if token_ids and op == "pin" else NO_TEXT
+            asked = replace(charged, op=op)
+            return await client.control(tenant, namespace, asked, text, lora_request, engine)
+
         async with nullcontext() if control.op == "list" else self._changing:
-            answer = await self._in_all_engines(
-                tenant, namespace, charged, token_ids or NO_TEXT, lora_request
-            )
+            answer = await _in_all_engines(ask, client.engines, control.op)
 
         if "error" in answer:
             raise Refused(int(answer.get("status", 400)), str(answer["error"]))
@@ -104,39 +109,6 @@ class TenantPins:
             for segment in self._known.get(place, {}).values()
         ]
 
-    async def _in_all_engines(
-        self,
-        tenant: Tenant,
-        namespace: str,
-        control: Control,
-        token_ids: list[int],
-        lora_request: Any,
-    ) -> dict[str, Any]:
-        """Run an operation in one engine after the other, and return their merged answer.
-
-        If one of several engines does not pin a document, it is deleted in all of them.
-        """
-        client, answers = self._engine_client(), list[dict[str, Any]]()
-        is_pinned = False
-        try:
-            for engine in client.engines:
-                answers.append(
-                    await client.control(
-                        tenant, namespace, control, token_ids, lora_request, engine
-                    )
-                )
-                if control.op == "pin" and "pin" not in answers[-1]:
-                    break
-            else:
-                is_pinned = True
-        finally:
-            if control.op == "pin" and answers and not is_pinned and "pin" in answers[0]:
-                for engine in client.engines:
-                    await client.control(
-                        tenant, namespace, replace(control, op="delete"), NO_TEXT, None, engine
-                    )
-        return merged(answers)
-
     def _note(self, place: PinPlace, control: Control, answer: dict[str, Any]) -> None:
         """Record what an answer says about a namespace."""
         known = self._known.setdefault(place, {})
@@ -154,6 +126,31 @@ class TenantPins:
         if not answer.get("pins", answer.get("num_pins")):
             self._known.pop(place, None)
             self._asked_at.pop(place, None)
+
+
+async def _in_all_engines(
+    ask: Callable[[int, str], Awaitable[dict[str, Any]]], engines: Iterable[int], op: str
+) -> dict[str, Any]:
+    """Run an operation in one engine after the other, and return their merged answer.
+
+    If one of several engines does not pin a document, it is deleted in all of them.
+
+    Args:
+        ask: runs an operation in an engine.
+    """
+    answers, is_pinned = list[dict[str, Any]](), False
+    try:
+        for engine in engines:
+            answers.append(await ask(engine, op))
+            if op == "pin" and "pin" not in answers[-1]:
+                break
+        else:
+            is_pinned = True
+    finally:
+        if op == "pin" and answers and not is_pinned and "pin" in answers[0]:
+            for engine in engines:
+                await ask(engine, "delete")
+    return merged(answers)
 
 
 def merged(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

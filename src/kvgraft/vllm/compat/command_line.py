@@ -7,7 +7,6 @@ from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine.core_client import AsyncMPClient
 
 # vLLM 0.33
 try:
@@ -31,16 +30,9 @@ __all__ = [
     "cli_env_setup",
     "engine_config",
     "make_arg_parser",
-    "resets_are_complete",
     "validate_api_server_args",
     "validate_parsed_serve_args",
 ]
-
-
-def resets_are_complete() -> bool:
-    """Return True if the answer to a cache reset covers all engines of data parallelism."""
-    # since vLLM 0.32; earlier versions return the answer of the first engine
-    return hasattr(AsyncMPClient, "call_utility_all_async")
 
 
 def engine_config(args: Namespace) -> Any:

@@ -83,8 +83,9 @@ class SparseBuilder:
     @cached_property
     def _is_followed(self) -> bool:
         """True if a layer of this builder follows the flow: not those of windows and drafts."""
-        layers = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
+        config: Any = self.vllm_config  # type: ignore[attr-defined]
         names: list[str] = self.layer_names  # type: ignore[attr-defined]
+        layers = config.compilation_config.static_forward_context
         return any(layers[name].impl.follows for name in names)
 
     @classmethod
