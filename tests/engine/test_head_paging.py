@@ -65,18 +65,23 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 def masked_logits(
-    decoder: Decoder, prompt: list[int], classes: Sequence[Sequence[HeadClass]] = CLASSES
+    decoder: Decoder,
+    prompt: list[int],
+    classes: Sequence[Sequence[HeadClass]] = CLASSES,
+    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Dense attention with a mask for every head: the truth, [n, V]."""
+    """Dense attention with a mask for every head: the truth, [n, V]. Heads that are not local see
+    `chosen` bool [n, n], by default all."""
     config, here = decoder.config, torch.arange(len(prompt))
     cos, sin = config.rope.fresh_table(here)
     hidden = decoder.embed(torch.tensor(prompt))
     causal = here <= here[:, None]
     windowed = causal & ((here < SINKS) | (here > here[:, None] - WINDOW))
+    seen = causal if chosen is None else causal & chosen
     for layer, row in enumerate(classes):
         query, keys, values = decoder.project(layer, hidden, cos, sin)
         groups = query.shape[1] // keys.shape[1]
-        mask = torch.stack([windowed if found is L else causal for found in row]).repeat_interleave(
+        mask = torch.stack([windowed if found is L else seen for found in row]).repeat_interleave(
             groups, 0
         )
         attended = torch.nn.functional.scaled_dot_product_attention(
@@ -126,6 +131,42 @@ def test_prompts_answered_together_are_answered_as_alone(engine: Engine, decoder
         Request(prompt, None, SamplingParams(max_tokens=30, ignore_eos=True)) for prompt in prompts
     ]
     for prompt, result in zip(prompts, engine.generate(requests), strict=True):
+        logits = masked_logits(decoder, prompt + result.token_ids[:-1])
+        assert result.token_ids == logits[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+def test_heads_that_see_everything_follow_a_flow(engine: Engine, decoder: Decoder):
+    """And no other head: windows and sinks stay."""
+    prompt = tokens(90, 1)
+    result = ask(engine, prompt, max_tokens=30, flow="streaming:topk_blocks=1,layers_skip=none")
+    whole = prompt + result.token_ids[:-1]
+    here = torch.arange(len(whole))
+    block, query = here // BLOCK, here[:, None]
+    # the first block, the last two, and the last full one
+    chosen = (block == 0) | (block >= query // BLOCK - 1) | (block == (query + 1) // BLOCK - 1)
+    # the prompt was computed densely
+    chosen |= query < len(prompt)
+    logits, dense = (
+        masked_logits(decoder, whole, chosen=seen)[len(prompt) - 1 :] for seen in (chosen, None)
+    )
+    assert result.token_ids == logits.argmax(-1).tolist()
+    assert float((logits - dense)[1:].abs().amax(-1).min()) > 100 * TOLERANCE
+
+
+def test_under_a_flow_that_takes_all_blocks_nothing_changes(
+    engine: Engine, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+):
+    """In a batch of sequences that follow it and others that do not."""
+    monkeypatch.setattr("kvgraft.decode.flow.Program.reaches", lambda *_: True)
+    sampling = SamplingParams(max_tokens=30, ignore_eos=True)
+    quest, h2o = (f"{name}:topk_blocks=60,layers_skip=none" for name in ("quest", "h2o"))
+    asked = {5: quest, 70: h2o, 31: "dense", 120: quest, 16: h2o}
+    requests = [
+        Request(tokens(count, count), None, sampling, flow=flow, remember=False)
+        for count, flow in asked.items()
+    ]
+    for request, result in zip(requests, engine.generate(requests), strict=True):
+        prompt = list(request.prompt)
         logits = masked_logits(decoder, prompt + result.token_ids[:-1])
         assert result.token_ids == logits[len(prompt) - 1 :].argmax(-1).tolist()
 

@@ -255,6 +255,14 @@ def test_local_heads_are_captured_too(model: Path):
     assert sides.steps.counts == {"warmed_up": 1, "captured": 1, "replayed": 3}
 
 
+@pytest.mark.usefixtures("device")
+def test_a_flow_beside_local_heads_is_captured_too(model: Path):
+    sides = Sides(model, H2O, head_map=make_head_map(model, window=10), head_paging=True)
+    for _ in range(5):
+        sides.check()
+    assert sides.steps.counts["replayed"] >= 2
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from kvgraft.engine.decoder import Decoder
 from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.engine.sparse import FlowBatch, Followers, SparseDecode
 from kvgraft.kernels.dispatch import segpaged_attention
+from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.layout import AttentionLayout, Context, StepRows
 from kvgraft.kernels.memoised import memoised
 from kvgraft.kernels.upload import upload
@@ -128,6 +129,8 @@ class StepInputs:
 class StepAttention:
     """The attention of a step: by their flow for some sequences, dense for all others.
 
+    Heads that see only sinks and a window have no blocks to choose, so no flow changes them.
+
     Attributes:
         batches: of sequences that follow flows.
         scale: of the logits.
@@ -144,7 +147,7 @@ class StepAttention:
         sparse = tuple(
             batch for batch in self.batches if layer not in batch.indexer.program.flow.layers_skip
         )
-        if not sparse:
+        if not sparse or not self.cache.layout.layers[layer].whole:
             return self._dense(layer, query, self.layout)
         if sparse[0].rows is None:
             return self._sparse(layer, query, sparse[0])
@@ -160,13 +163,31 @@ class StepAttention:
         return attended
 
     def _dense(self, layer: int, query: Tensor, layout: AttentionLayout) -> Tensor:
-        heads = self.cache.layout.layers[layer]
+        return self._heads(query, self.cache.layout.layers[layer], layout)
+
+    def _heads(self, query: Tensor, heads: LayerHeads, layout: AttentionLayout) -> Tensor:
         return segpaged_attention(
             query, self.cache.keys, self.cache.values, heads, layout, self.scale
         )
 
     def _sparse(self, layer: int, query: Tensor, batch: FlowBatch) -> Tensor:
-        return batch.attend(query, self.flows.at(layer, batch.indexer), self.scale)
+        heads, indexer = self.cache.layout.layers[layer], self.flows.at(layer, batch.indexer)
+        # [r, Hkv, g, d]
+        by_head = query.unflatten(1, (len(heads.streams), -1))
+        if not heads.windowed:
+            return batch.attend(by_head, indexer, self.scale).view(query.shape)
+
+        layout = self.layout if batch.rows is None else self.layout.part(batch.numbers)
+        [whole], attended = heads.whole, torch.empty_like(by_head)
+        places = self.flows.places(whole.heads)
+        found = batch.attend(by_head.index_select(1, places), indexer, self.scale)
+        attended.index_copy_(1, places, found)
+
+        places = self.flows.places(heads.windowed)
+        own = by_head.index_select(1, places)
+        found = self._heads(own.flatten(1, 2), heads.of_windowed, layout)
+        attended.index_copy_(1, places, found.view(own.shape))
+        return attended.flatten(1, 2)
 
     @memoised
     def _others(self, batches: tuple[FlowBatch, ...]) -> tuple[tuple[int, ...], Tensor]:

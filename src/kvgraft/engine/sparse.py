@@ -14,6 +14,7 @@ from kvgraft.decode.indexer import Indexer, LayerIndexer
 from kvgraft.engine.sequence_state import SequenceState
 from kvgraft.flows import parse_flow
 from kvgraft.kernels.layout import StepRows
+from kvgraft.kernels.memoised import memoised
 from kvgraft.kernels.upload import upload
 from kvgraft.kernels.workload import Lengths
 from kvgraft.kv.cache import KVCache
@@ -42,23 +43,46 @@ class FlowBatch:
     Attributes:
         numbers: their indices in the step, unless they are all.
         rows: the same indices on the device; None for all.
-        batch: one row for each of their KV heads, of a layer's pages.
-        full: int64 [n], pages of a layer; the first `num_full` become full in this step.
+        pages: int64 [r, blocks], pages of their first lists; any page behind the last.
+        tokens: int64 [r], see `Batch`.
+        full: int64 [n], pages of first lists; the first `num_full` become full in this step.
+        num_pages: pages of the pool.
     """
 
     indexer: Indexer
     numbers: tuple[int, ...]
     rows: Tensor | None
-    batch: Batch
+    pages: Tensor
+    tokens: Tensor
     full: Tensor
     num_full: Lengths
+    num_pages: int
 
     def attend(self, query: Tensor, layer: LayerIndexer, scale: float) -> Tensor:
-        """Queries [r, Hq, d] of the rows -> [r, Hq, d]."""
-        layer.fill(self.full, self.num_full)
-        # [r * Hkv, g, d]
-        by_head = query.unflatten(1, (len(self.batch.rows) // len(query), -1)).flatten(0, 1)
-        return layer.attend(by_head, self.batch, scale).view(query.shape)
+        """Attend with KV heads that keep all tokens, and with no other head of a layer.
+
+        Args:
+            query: [r, Hkv, g, d], of the rows.
+
+        Returns:
+            [r, Hkv, g, d].
+        """
+        batch, full, num_full = self._by_head(query.shape[1])
+        layer.fill(full, num_full)
+        return layer.attend(query.flatten(0, 1), batch, scale).view(query.shape)
+
+    @memoised
+    def _by_head(self, num_heads: int) -> tuple[Batch, Tensor, Lengths]:
+        """Return a batch with one row for each of `num_heads` KV heads of a layer, the rows that
+        become full, and their number."""
+        firsts = torch.arange(num_heads, device=self.pages.device) * self.num_pages
+        rows = (self.pages[:, None] + firsts[:, None]).flatten(0, 1)
+        block_size = self.indexer.program.block_size
+        batch = Batch(rows, self.tokens.repeat_interleave(num_heads), block_size)
+        full, num_full = self.full, self.num_full
+        if len(full):
+            full, num_full = (full[:, None] + firsts).flatten(), num_full.times(num_heads)
+        return batch, full, num_full
 
 
 class SparseDecode:
@@ -81,16 +105,10 @@ class SparseDecode:
         """Return the flow of this name that decode steps can follow; None for dense attention.
 
         Raises:
-            FileNotFoundError, ValueError: as `parse_flow` and `trace`, or local heads keep no
-                blocks to choose.
+            FileNotFoundError, ValueError: as `parse_flow` and `trace`.
         """
         chosen = parse_flow(flow) if isinstance(flow, str) else flow
         if chosen is not None:
-            if self._cache.layout.num_local_lists:
-                raise ValueError(
-                    f"flow {chosen.name!r} and head_paging exclude each other: local heads keep no "
-                    "blocks"
-                )
             self.program(chosen)
         return chosen
 
@@ -137,20 +155,20 @@ class SparseDecode:
         size, device, numbers = self._cache.block_size, pages.device, followers.numbers
         rows = None if len(numbers) == len(pages) else upload(device, torch.tensor(numbers))[0]
         own = (pages if rows is None else pages[rows])[:, : -(-max(followers.tokens) // size)]
-        heads = self._first_pages(device)
-        batch = Batch(
-            _by_head(own, heads), torch.tensor(followers.tokens).repeat_interleave(len(heads)), size
-        )
-        full, known = (
-            torch.from_numpy(followers.full),
-            torch.tensor([len(followers.full) * len(heads)]),
-        )
+        full, known = torch.from_numpy(followers.full), torch.tensor([len(followers.full)])
         count = known
         if len(full):
             full, count = upload(device, full, known)
-            full = (full[:, None] + heads).flatten()
-
-        return FlowBatch(followers.indexer, numbers, rows, batch, full, Lengths(count, known))
+        return FlowBatch(
+            followers.indexer,
+            numbers,
+            rows,
+            own,
+            torch.tensor(followers.tokens),
+            full,
+            Lengths(count, known),
+            self._num_pages,
+        )
 
     def batch_of_all(
         self, indexer: Indexer, step: StepRows, full: Tensor, num_full: Tensor
@@ -161,25 +179,13 @@ class SparseDecode:
             full: int64 [n], pages of first lists. The first `num_full` int64 [1] of them become
                 full in this step.
         """
-        heads = self._first_pages(full.device)
-        tokens = (step.positions + 1).repeat_interleave(len(heads))
-        batch = Batch(_by_head(step.pages[:, 0], heads), tokens, step.block_size)
-        return FlowBatch(
-            indexer,
-            (),
-            None,
-            batch,
-            (full[:, None] + heads).flatten(),
-            Lengths(num_full * len(heads)),
-        )
+        pages, tokens = step.pages[:, 0], step.positions + 1
+        return FlowBatch(indexer, (), None, pages, tokens, full, Lengths(num_full), self._num_pages)
 
     def at(self, layer: int, indexer: Indexer) -> LayerIndexer:
-        """Return the part of the pool that belongs to a layer."""
+        """Return the part of the pool that belongs to the heads of a layer that keep all tokens."""
         streams = self._cache.layout.layers[layer].whole[0].streams
-        size, num_pages = (
-            self._cache.block_size,
-            self._cache.keys.shape[1] // self._cache.block_size,
-        )
+        size, num_pages = self._cache.block_size, self._num_pages
         keys, values = (
             pool[streams].view(-1, size, pool.shape[2])
             for pool in (self._cache.keys, self._cache.values)
@@ -200,12 +206,12 @@ class SparseDecode:
             sequence.num_indexed = count // self._cache.block_size
         return Followers(self._indexers[flow], tuple(numbers), tokens, np.concatenate(full))
 
-    def _first_pages(self, device: torch.device) -> Tensor:
-        """First page of each KV head of a layer: int64 [Hkv]."""
-        num_pages = self._cache.keys.shape[1] // self._cache.block_size
-        return torch.arange(len(self._cache.layout.layers[0].streams), device=device) * num_pages
+    @memoised
+    def places(self, heads: tuple[int, ...]) -> Tensor:
+        """Return numbers of heads as a tensor on the device of the pool, made once."""
+        return upload(self._cache.keys.device, torch.tensor(heads))[0]
 
-
-def _by_head(pages: Tensor, heads: Tensor) -> Tensor:
-    """Pages int64 [n, blocks] of sequences -> [n * Hkv, blocks], of each of their KV heads."""
-    return (pages[:, None] + heads[:, None]).flatten(0, 1)
+    @property
+    def _num_pages(self) -> int:
+        """Number of pages of the pool."""
+        return self._cache.keys.shape[1] // self._cache.block_size

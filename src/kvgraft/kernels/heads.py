@@ -46,6 +46,15 @@ class LayerHeads:
         return tuple(head for head, is_local in enumerate(self.local) if is_local)
 
     @cached_property
+    def of_windowed(self) -> "LayerHeads":
+        """The heads that see sinks and a window, as heads of a layer of their own."""
+        own = self.windowed
+        streams, page_lists = (
+            tuple(part[head] for head in own) for part in (self.streams, self.page_lists)
+        )
+        return LayerHeads(streams, page_lists, (True,) * len(own))
+
+    @cached_property
     def whole(self) -> tuple[HeadSet, ...]:
         """Heads that see all tokens, in as few sets as possible."""
         return self.sets([head for head, is_local in enumerate(self.local) if not is_local])
