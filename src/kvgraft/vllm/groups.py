@@ -116,6 +116,16 @@ class CacheGroups:
             return None
         return tuple(blocks[0].block_id if blocks else NULL_PAGE for blocks in found.values())
 
+    def num_loaded(self, num_tokens: int) -> int:
+        """Return how many tokens of a prompt count as loaded by its recovery.
+
+        vLLM computes the last token again. If that token counted as loaded, the table of a window
+        could leave out the block in which the window of this token begins. But it has to count if
+        it is the first of its block, because otherwise it would have none.
+        """
+        is_first = num_tokens % self._block_size == 1
+        return num_tokens if is_first or not self.others else num_tokens - 1
+
     def num_pages(self, num_prefix: int, num_tokens: int) -> int:
         """Return the pages that a recovery needs in the other groups together.
 
@@ -124,9 +134,9 @@ class CacheGroups:
             num_tokens: tokens of the prompt.
         """
         blocks, first = -(-num_tokens // self._block_size), num_prefix // self._block_size
-        hits = range(first)
+        hits, num_loaded = range(first), self.num_loaded(num_tokens)
         return sum(
-            blocks - len(_both(hits, self._left_out(group, num_tokens))) for group in self.others
+            blocks - len(_both(hits, self._left_out(group, num_loaded))) for group in self.others
         )
 
     def reserve(self, prefix_hashes: Sequence[Any], num_tokens: int) -> Reserved:
@@ -148,7 +158,7 @@ class CacheGroups:
             reserved.before.append(before)
 
         for group in self.others:
-            left_out = self._left_out(group, num_tokens)
+            left_out = self._left_out(group, self.num_loaded(num_tokens))
             new = _both(range(first, left_out.stop), left_out)
             pages = self._pool.get_new_blocks(len(new)) if new else []
             reserved.scratch.append(

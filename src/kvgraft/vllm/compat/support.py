@@ -420,6 +420,15 @@ def _several_groups_reasons(config: VllmConfig, specs: Sequence[Any]) -> Iterato
     if len({spec.block_size for spec in specs}) > 1:
         yield f"blocks of {[spec.block_size for spec in specs]} tokens: groups of equal blocks only"
 
+    size = specs[0].block_size
+    for window in {getattr(spec, "sliding_window", None) for spec in specs} - {None}:
+        # see `CacheGroups.num_loaded`
+        if window % size == 2:
+            yield (
+                f"a window of {window} tokens and blocks of {size}: the last token of a prompt "
+                "could lose the beginning of its window; choose another --block-size"
+            )
+
     interval = config.cache_config.prefix_cache_retention_interval
     if interval is not None and not all(map(is_full, specs)):
         yield (

@@ -187,7 +187,7 @@ class SchedulerSide:
             return 0, False
         if not self._recoveries.reserve(state, state.candidate):
             return None, False
-        return request.num_tokens - num_prefix, True
+        return pool.groups.num_loaded(request.num_tokens) - num_prefix, True
 
     def admit(self, request: Any, block_ids: Sequence[list[int]], num_external: int) -> None:
         """Start the planned recovery, now that vLLM has allocated the request's blocks.
