@@ -34,6 +34,7 @@ from engines import (  # noqa: E402
 )  # fmt: skip
 from hosts import Host  # noqa: E402
 from traffic import LONG, Traffic  # noqa: E402
+from vllm.v1.core.kv_cache_utils import get_group_id  # noqa: E402
 
 from kvgraft.core.segmentation import Similarity  # noqa: E402
 from kvgraft.store import StoredBlock, StoreOptions  # noqa: E402
@@ -110,7 +111,7 @@ def ours(host: Host, num_requests: int) -> dict[str, Any]:
     facts["beginning"] = follower.cached
     host.forget()
     facts["near_duplicates"] = near_duplicates(host)
-    facts["stored"] = len(facts["groups"]) == 1 and not host.model.is_latent and stored(host)
+    facts["stored"] = stored(host)
     host.forget()
     traffic = Traffic(
         host, np.random.default_rng(5), [OFF, EVERYTHING], [None, NAIVE], LONG, (1, 4, 20, 60)
@@ -175,24 +176,39 @@ def near_duplicates(host: Host) -> dict[str, Any]:
 
 
 def stored(host: Host) -> bool:
-    """Whether what a store of this worker has taken comes back to other blocks as it was."""
+    """Whether what a store of this worker has taken comes back to other blocks as it was, in all
+    groups of layers."""
     worker = StoreWorker(host.model, StoreOptions(ram_gib=0.1), 0, 1)
-    held = sorted(host.blocks_with_content())[:CHUNK_BLOCKS]
-    payload = worker._read(held)
-    size, pool = host.known.pool.block_size, host.manager.block_pool.blocks
-    parts = [range(n * size, (n + 1) * size) for n in range(len(held))]
-    tokens = np.zeros(size, np.int32)
-    blocks = [
+    pool, blocks = host.known.pool, host.manager.block_pool.blocks
+    of_main = [
+        page
+        for page in sorted(host.blocks_with_content())
+        if get_group_id(blocks[page].block_hash) == pool.groups.main
+    ]
+    whole = zip(of_main, pool.complete(of_main), strict=True)
+    held = [page for page, is_whole in whole if is_whole][:CHUNK_BLOCKS]
+    pool.acquire(held)
+    there = np.array([pool.by_group(page) for page in held]).T
+    elsewhere = pool.allocate_with_counterparts(len(held))
+    payload, tokens = worker._read(there), np.zeros(pool.block_size, np.int32)
+    parts = [range(n * pool.block_size, (n + 1) * pool.block_size) for n in range(len(held))]
+    read = [
         StoredBlock(
             {name: part[:, at] for name, part in payload.items()}, tokens, b"", b"", 0, 0, True
         )
         for at in parts
     ]
-    free = [b.block_id for b in pool if not (b.ref_cnt or b.block_hash or b.is_null)][: len(held)]
-    arrived = worker._take_in(Load(0, [], free), blocks)
-    pairs = zip(host.read_kv(host.slots_of(held)), host.read_kv(host.slots_of(free)), strict=True)
+    arrived = worker._take_in(Load(0, [], elsewhere), read)
+    slots = [worker._slots_of(tables) for tables in (there, elsewhere)]
+    for pages in (held, elsewhere[0].tolist()):
+        pool.release(pages)
     worker.close()
-    return all(arrived) and all(torch.equal(*pair) for pair in pairs)
+    pairs = [
+        pair
+        for index in range(host.model.num_layers)
+        for pair in zip(*(host.model.read_layer(index, one) for one in slots), strict=True)
+    ]
+    return bool(held) and all(arrived) and all(torch.equal(*pair) for pair in pairs)
 
 
 def followed(model: Path, engine: dict[str, Any]) -> dict[str, Any]:

@@ -266,19 +266,25 @@ def test_groups_are_of_full_attention_and_of_windows(specs: list[Any]):
 @pytest.mark.parametrize(
     "specs", [[spec_of(), WINDOW], [WINDOW, spec_of(), WINDOW], [spec_of(), spec_of()]], ids=str
 )
-def test_windows_go_beside_full_attention(specs: list[Any]):
-    check_supported(configure(prefix_cache_retention_interval=None), cache_of(*specs))
+def test_windows_go_beside_full_attention_and_with_a_store(specs: list[Any]):
+    for settings in ({}, {"store_ram_gib": 1}):
+        transfer = transfer_config(**settings)
+        config = configure(prefix_cache_retention_interval=None, kv_transfer_config=transfer)
+        check_supported(config, cache_of(*specs))
+
+
+@pytest.mark.parametrize("window", [66, 2])
+def test_a_window_that_could_lose_its_beginning_is_refused(window: int):
+    config = configure(prefix_cache_retention_interval=None)
+    sliding = spec_of(SlidingWindowSpec, sliding_window=window)
+    said = refusal(config, cache_of(spec_of(), sliding))
+    assert said.startswith(f"a window of {window} tokens and blocks of 32")
 
 
 @pytest.mark.parametrize(
     ("changes", "settings", "reason"),
     [
         ({}, {}, "prefix_cache_retention_interval 0"),
-        (
-            {"prefix_cache_retention_interval": None},
-            {"store_ram_gib": 1},
-            "a store beside groups with windows",
-        ),
         (
             {"prefix_cache_retention_interval": None, "enforce_eager": True},
             {"residual_layers": [1]},

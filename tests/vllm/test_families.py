@@ -120,9 +120,7 @@ def test_a_family(facts: dict[str, Any], family: str, variant: str):
         assert facts["with windows"]["report"]["grafted_tokens"] > 480
     else:
         assert by_head["reason"] == facts["with windows"]["report"]["reason"] == "unsupported_model"
-    assert facts["stored"] == (
-        len(facts["groups"]) == 1 and (family not in DEEPSEEK or variant == NO_MLA)
-    )
+    assert facts["stored"]
     flow = facts["flow"]
     if facts["language model"] in FLOWS:
         assert flow["dense"] == plain

@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 import torch
 import warm
-from engines import ENVIRONMENT, words
+from engines import ENVIRONMENT, EVERYTHING, NAIVE, OFF, Ask, words
 from family_engine import DOCUMENTS, PROMPT, WITH_WINDOWS
 from test_compat import configure
+from test_sparse import MIXED, natively
+from test_sparse import run as run_flow
+from test_store import KNOWN, MOVED
+from test_store import run as run_stored
+from test_windows import check_every_end
 from vllm.config import KVTransferConfig, VllmConfig
 
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.server.arguments import parse
-from kvgraft.vllm.compat import support, transfer_config
+from kvgraft.vllm.compat import FLOW, support, transfer_config
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_head_map
 from kvgraft.vllm.heads.spec import SinkWindowSpec
 from models import make_head_map, make_model
@@ -107,6 +112,53 @@ def test_answers_are_those_of_the_native_engine(
         [0, 0, 672],
         [0],
     ]
+
+
+@pytest.mark.slow
+def test_heads_that_see_everything_follow_a_flow(model: Path, head_map: Path):
+    flow, text = "quest:topk_blocks=3", words(15 * BLOCK, 1)
+    both = settings_of(head_map)["additional_config"] | {FLOW: flow}
+    grafted = Ask(words(33, 5) + text + words(60, 6), NAIVE, max_tokens=24)
+    said = run_flow(
+        model,
+        flow,
+        MIXED,
+        [Ask(text, max_tokens=1)],
+        [grafted],
+        settings=settings_of(head_map, additional_config=both, num_gpu_blocks_override=600),
+    )
+    engine = Engine(model, dtype="float32", block_size=BLOCK, head_map=head_map, head_paging=True)
+    assert said["tokens"][0] == natively(engine, flow, MIXED) != natively(engine, "dense", MIXED)
+    assert said["taken_up"] > 0
+    assert (said["stale"], said["misread"], said["problems"]) == (0, 0, [])
+    assert said["grafted"][2] == [len(text)]
+
+
+@pytest.mark.slow
+def test_the_last_token_of_a_prompt_sees_the_windows_of_local_heads(model: Path, head_map: Path):
+    check_every_end({"model": str(model)} | settings_of(head_map))
+
+
+@pytest.mark.slow
+def test_a_store_gives_back_the_kv_of_all_heads(
+    model: Path, head_map: Path, native: Engine, tmp_path: Path
+):
+    """And nothing under another head map, whose model is another one."""
+    other = tmp_path / "other.json"
+    make_head_map(model, window=WINDOW - BLOCK, sinks=SINKS).save(other)
+    engine, elsewhere = (
+        {"model": str(model), "num_gpu_blocks_override": 41 * 3} | settings_of(path)
+        for path in (head_map, other)
+    )
+    store, options = str(tmp_path / "store"), [NAIVE, EVERYTHING, OFF]
+    run_stored([], [], [KNOWN], engine=engine, store_dir=store)
+    moved, known = run_stored([MOVED, KNOWN], options, [], engine=engine, store_dir=store)
+    assert moved[0]["report"]["grafted_tokens"] == moved[1]["report"]["grafted_tokens"] >= 544
+    assert moved[1]["tokens"] == expected(native, MOVED, 16)
+    assert known[-1]["report"]["prefix_tokens"] == 576
+    assert known[-1]["tokens"] == expected(native, KNOWN, 16)
+    [found] = run_stored([MOVED], [NAIVE], [], engine=elsewhere, store_dir=store)
+    assert found[0]["report"]["grafted_tokens"] == 0
 
 
 @pytest.mark.slow
@@ -397,12 +449,13 @@ def test_the_flag_names_model_class_and_map(model: Path, head_map: Path, tmp_pat
     ):
         parse(given[:2])
     elsewhere.rename(head_map)
+    beside = parse([*given[:2], "--flow", "quest", "--kvgraft-store-ram-gib", "1"])
+    assert beside.additional_config == {"kvgraft_head_map": str(head_map), FLOW: "quest"}
     for more, message in (
         (
-            ["--kvgraft-store-ram-gib", "1"],
-            "--kvgraft-store-ram-gib does not go with --kvgraft-head-paging",
+            ["--kvgraft-residual-layers", "1"],
+            "--kvgraft-residual-layers does not go with --kvgraft-head-paging",
         ),
-        (["--flow", "quest"], "--kvgraft-flow does not go with --kvgraft-head-paging"),
         (["--hf-overrides", '{"a": 1}'], "--hf-overrides does not go with --kvgraft-head-paging"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -43,10 +43,12 @@ def make_pool(num_pages: int = NUM_PAGES) -> BlockPool:
     return BlockPool(num_gpu_blocks=num_pages + 1, enable_caching=True, hash_block_size=BLOCK)
 
 
-def manager_of(pool: BlockPool, **more: Any) -> Any:
-    """What our code needs of vLLM's KV cache manager, with one group of layers, and more."""
-    config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=FULL)])
-    coordinator = SimpleNamespace(single_type_managers=[None])
+def manager_of(pool: BlockPool, specs: Sequence[Any] = (FULL,), **more: Any) -> Any:
+    """What our code needs of vLLM's KV cache manager, with one group of layers for each of these
+    specs, and more."""
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    config = SimpleNamespace(kv_cache_groups=groups)
+    coordinator = SimpleNamespace(single_type_managers=[None] * len(specs))
     return SimpleNamespace(block_pool=pool, kv_cache_config=config, coordinator=coordinator, **more)
 
 

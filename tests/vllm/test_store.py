@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pytest
 import warm
-from engines import ALONE, TWO_RANKS
+from engines import ALONE, TWO_RANKS, words
+from families import make_family
 
 from kvgraft.core.keys import scope_digest
 from kvgraft.core.provenance import BlockProvenance
@@ -36,7 +37,7 @@ NAIVE, EVERYTHING, OFF = (
     {"reuse": "off"},
 )
 SMALL = {"num_gpu_blocks_override": 41, "max_model_len": 1024}
-KNOWN = np.random.default_rng(1).integers(10, 470, 600).tolist()
+KNOWN = words(600, 1)
 MOVED = [10, 11, 12, 13, 14, 15, 16, *KNOWN[32:]]
 
 
@@ -46,10 +47,11 @@ def run(
     read: list[list[int]],
     ranks: int = 1,
     adapters: Sequence[Path | None] = (None,),
+    engine: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
     lora = {"enable_lora": True, "max_loras": 4} if any(adapters) else {}
-    engine = SMALL | {"tensor_parallel_size": ranks} | lora
+    engine = SMALL | {"tensor_parallel_size": ranks} | lora | (engine or {})
     job = {
         "read": read,
         "prompts": prompts,
@@ -135,6 +137,24 @@ def test_what_an_adapter_has_read_is_found_again_by_that_adapter(tmp_path: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt-oss", pytest.param("Gemma 3", marks=pytest.mark.soak)])
+def test_a_model_with_windows_gets_all_its_layers_back(tmp_path: Path, family: str):
+    engine = {
+        "model": str(make_family(family, tmp_path / "model")),
+        "prefix_cache_retention_interval": None,
+        "num_gpu_blocks_override": 41 * 4,  # at most four groups of layers share them
+    }
+    plain = [answers[0]["tokens"] for answers in run([KNOWN, MOVED], [OFF], [], engine=engine)]
+    store = str(tmp_path / "store")
+    run([], [], [KNOWN], engine=engine, store_dir=store)
+    options = [NAIVE, EVERYTHING, OFF]
+    moved, known = run([MOVED, KNOWN], options, [], engine=engine, store_dir=store)
+    assert moved[0]["report"]["grafted_tokens"] == moved[1]["report"]["grafted_tokens"] >= 544
+    assert known[-1]["report"]["prefix_tokens"] == 576
+    assert [known[-1]["tokens"], moved[1]["tokens"]] == plain
+
+
+@pytest.mark.slow
 def test_damaged_and_vanished_payloads_are_computed_again(plain: list[list[int]], tmp_path: Path):
     run([], [], [KNOWN], store_dir=str(tmp_path / "store"))
     for number, path in enumerate(sorted((tmp_path / "store").rglob("*.safetensors"))):
@@ -155,7 +175,12 @@ def test_what_is_stored_says_whose_it_is():
     state = RequestState(request, Control("list"), BlockProvenance(scope_digest("model", salt)))
     state.provenance.num_registered = 2
     index = SimpleNamespace(cuts=(None, []))
-    pool = SimpleNamespace(block_size=16, acquire=lambda pages: None)
+    pool = SimpleNamespace(
+        block_size=16,
+        acquire=lambda pages: None,
+        by_group=lambda page: (page,),
+        complete=lambda pages: np.ones(len(pages), bool),
+    )
     known = SimpleNamespace(index=index, pool=pool)
     stored = StoreScheduler(cast("Admission[SharedPool]", known), num_ranks=1)
     stored.keep(state, [5, 6], ended=True)
@@ -169,7 +194,8 @@ def test_a_load_that_fails_is_a_miss():
         cast("ModelHost", SimpleNamespace(block_size=16)), StoreOptions(ram_gib=1), 0, 1
     )
     places = [(b"unknown", 0), (b"unknown", 1)]
-    for number, load in enumerate((Load(1, [("no bytes", 0, 0)], [5]), Load(2, places, [6, 7]))):  # type: ignore[list-item]
+    unreadable = Load(1, [("no bytes", 0, 0)], np.array([[5]]))  # type: ignore[list-item]
+    for number, load in enumerate((unreadable, Load(2, places, np.array([[6, 7]])))):
         side.step(StoreOrders(loads=[load]))
         loaded: list[tuple[int, list[bool]]] = []
         while not loaded:

@@ -1,20 +1,23 @@
 """Beside the scheduler: what the stores of several ranks have in common, whatever each of them says
 how often."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from test_pool import BLOCK, make_pool, manager_of
+from test_pool import BLOCK, FULL, LOCAL, SLIDING, fill, make_pool, manager_of
 
 from kvgraft.core.keys import chain_hashes, scope_digest
 from kvgraft.core.provenance import BlockProvenance
+from kvgraft.server.tenancy import Salts, Tenant
 from kvgraft.store import Chunk, ChunkRecord
 from kvgraft.vllm.connector.admission import make_admission
 from kvgraft.vllm.connector.metadata import StoreReport, WorkerMetadata
 from kvgraft.vllm.connector.request_state import RequestState
 from kvgraft.vllm.connector.store_scheduler import StoreScheduler
-from kvgraft.vllm.options import RequestOptions
+from kvgraft.vllm.options import Control, RequestOptions
 from kvgraft.vllm.settings import KVGraftSettings
 
 SCOPE = scope_digest("model", "namespace")
@@ -26,11 +29,82 @@ def record() -> ChunkRecord:
     return ChunkRecord(chunk, {"keys": ("float32", (1, len(TOKENS), 8))}, False)
 
 
+def state_of(num_registered: int) -> RequestState:
+    """A request that has read `TOKENS`, so many blocks of which are registered."""
+    salt = Salts().of(Tenant.of("key"), "namespace")
+    request = SimpleNamespace(cache_salt=salt, all_token_ids=TOKENS.tolist())
+    state = RequestState(request, Control("list"), BlockProvenance(scope_digest("model", salt)))
+    state.provenance.num_registered = num_registered
+    return state
+
+
 @pytest.fixture
 def stored() -> StoreScheduler:
     """Of a server of two ranks."""
     settings = KVGraftSettings.parse({})
     return StoreScheduler(make_admission(manager_of(make_pool()), BLOCK, settings, 0.5), 2)
+
+
+def scheduler_of(blocks: Any, specs: Sequence[Any]) -> StoreScheduler:
+    """Of a server of one rank, with these groups of layers."""
+    settings = KVGraftSettings.parse({})
+    return StoreScheduler(make_admission(manager_of(blocks, specs), BLOCK, settings, 0.5), 1)
+
+
+GROUPS = [(FULL, SLIDING), (SLIDING, FULL), (FULL, SLIDING, LOCAL)]
+
+
+@pytest.mark.parametrize("specs", GROUPS, ids=str)
+def test_a_block_is_stored_while_all_groups_hold_it(specs: tuple[Any, ...]):
+    blocks = make_pool(20)
+    stored, pages = scheduler_of(blocks, specs), {}
+    for group in stored.admission.pool.groups.main, *stored.admission.pool.groups.others:
+        pages[group] = fill(blocks, 3, seed=1, group=group)
+    held = stored.admission.pool.num_used
+    main, *_, last = pages
+    blocks._maybe_evict_cached_block(blocks.blocks[pages[last][1]])
+    state = state_of(num_registered=3)
+    stored.keep(state, pages[main], ended=True)
+    [keep] = stored.take_orders().keeps
+    assert keep.blocks.tolist() == [[own[0]] for own in pages.values()]
+    assert state.provenance.num_stored == 3
+    stored.on_report(0, StoreReport(read=[keep.chunk.key]))
+    assert stored.admission.pool.num_used == held
+
+
+def test_a_request_that_has_fewer_blocks_than_were_known_stores_no_others():
+    blocks = make_pool(20)
+    stored = scheduler_of(blocks, (FULL,))
+    pages = fill(blocks, 3, seed=1)
+    stored.keep(state_of(num_registered=3), pages[:1], ended=True)
+    [keep] = stored.take_orders().keeps
+    assert keep.blocks.tolist() == [pages[:1]]
+    stored.keep(state_of(num_registered=3), [], ended=True)
+    assert not stored.take_orders().keeps
+
+
+@pytest.mark.parametrize("specs", GROUPS, ids=str)
+def test_stored_blocks_come_back_to_all_groups(specs: tuple[Any, ...]):
+    """As far as there is room, and those that arrive."""
+    blocks = make_pool(20)
+    stored = scheduler_of(blocks, specs)
+    pool = stored.admission.pool
+    request = SimpleNamespace(all_token_ids=[9, 9, *TOKENS.tolist(), 9], block_hashes=[])
+    for spare, arrived in ((2 * len(specs) + 1, [True, False]), (99, [True, True])):
+        state = RequestState(
+            request, RequestOptions(KVGraftSettings().default.policy), BlockProvenance(SCOPE)
+        )
+        # a chunk of which a block could not be read is gone
+        stored.on_report(0, StoreReport(records=[record()], ready=True))
+        assert stored.is_coming(state, 0, spare, grafts=True)
+        [load] = stored.take_orders().loads
+        assert load.blocks.shape == (len(specs), 2), "the first one stays known"
+        assert pool.num_used == load.blocks.size
+        stored.on_report(0, StoreReport(loaded=[(load.number, arrived)]))
+        assert pool.num_used == 0
+        pages = load.blocks[0].tolist()
+        assert pool.complete(pages).tolist() == arrived
+        assert pool.is_live(load.blocks[0], pool.versions_of(pages)).tolist() == arrived
 
 
 def test_a_chunk_is_stored_when_each_rank_has_it(stored: StoreScheduler):
@@ -105,7 +179,7 @@ def test_a_load_has_arrived_where_each_rank_has_it(stored: StoreScheduler):
         assert stored.is_coming(state, 0, 9, grafts=True)
     stored.on_report(1, StoreReport(loaded=[(load.number, [True, True, True])]))
     assert not stored.is_coming(state, 0, 9, grafts=True)
-    assert stored.admission.pool.versions_of(load.blocks).astype(bool).tolist() == [
+    assert stored.admission.pool.versions_of(load.blocks[0].tolist()).astype(bool).tolist() == [
         True,
         True,
         False,
@@ -128,7 +202,7 @@ def test_shared_text_comes_back_for_who_may_read_it(stored: StoreScheduler):
         state = RequestState(request, options, BlockProvenance(mine), shared=shared)
         assert stored.is_coming(state, 0, 9, grafts=True) == (num_blocks > 0)
         for load in stored.take_orders().loads:
-            assert len(load.blocks) == num_blocks, "what has come back is not asked for again"
+            assert load.blocks.shape == (1, num_blocks), "what has come back is not asked for again"
             for rank in (0, 1):
                 stored.on_report(rank, StoreReport(loaded=[(load.number, [True] * num_blocks)]))
     tokens, free = np.array(prompt), np.ones(len(prompt), bool)

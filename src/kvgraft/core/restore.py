@@ -96,10 +96,12 @@ def wanted_blocks(
         return exact, list(exact)
 
     tokens, similar = prompt.input_ids, prompt.matches_similar
+    whole = prompt.grafts_local_heads
     free = np.ones(len(tokens), bool)
     in_blocks(free, index.pool.block_size)[[*hits, *exact.values()]] = False
     if matches is None:
-        matches = index.match(index.query(tokens, prompt.scopes, free, similar=similar))
+        query = index.query(tokens, prompt.scopes, free, similar=similar, whole=whole)
+        matches = index.match(query)
 
     for match in matches:
         free[match.start : match.start + match.length] = False

@@ -177,7 +177,13 @@ class ReuseIndex:
         """
         where, versions = np.asarray(pages, np.int64), self.pool.versions_of(pages)
         ids = self.segments.insert(
-            tokens, where, versions, source=source, source_start=source_start, scope=scope
+            tokens,
+            where,
+            versions,
+            source=source,
+            source_start=source_start,
+            scope=scope,
+            is_whole=self.is_whole,
         )
         found: list[bool] = (ids >= 0).tolist()
         return found

@@ -318,12 +318,11 @@ def _head_map(args: Namespace) -> Path:
 
 def _flags_beside_head_paging(args: Namespace) -> Iterator[str]:
     """Yield a reason for each argument that cannot be combined with --kvgraft-head-paging."""
-    for name in ("flow", "store_dir", "store_ram_gib", "store_shared", "residual_layers"):
-        if getattr(args, name := f"{PREFIX}{name}") is not None:
-            yield (
-                f"--{name.replace('_', '-')} does not go with --kvgraft-head-paging: it takes all "
-                "heads for equal"
-            )
+    if args.kvgraft_residual_layers is not None:
+        yield (
+            "--kvgraft-residual-layers does not go with --kvgraft-head-paging: it takes all heads "
+            "for equal"
+        )
     if args.hf_overrides:
         yield "--hf-overrides does not go with --kvgraft-head-paging, which names the model class"
     if not _head_map(args).is_file():

@@ -41,6 +41,11 @@ class SharedPool:
         return int(self._pool.num_gpu_blocks) - 1
 
     @property
+    def pages_of_block(self) -> int:
+        """Number of pages of a block in all groups together."""
+        return 1 + len(self.groups.others)
+
+    @property
     def num_free(self) -> int:
         """Number of pages that can be allocated, including cached pages that nobody holds."""
         return int(self._pool.get_num_free_blocks())
@@ -82,12 +87,28 @@ class SharedPool:
         self._held |= {page: [self._none] for page in pages}
         return pages
 
+    def allocate_with_counterparts(self, count: int) -> np.ndarray:
+        """Hold new pages, each with a counterpart in every other group.
+
+        Returns:
+            int64 [groups, count], the main group first.
+
+        Raises:
+            ValueError: there are not enough free pages.
+        """
+        blocks = self._pool.get_new_blocks(count * self.pages_of_block)
+        tables = np.array([block.block_id for block in blocks], np.int64)
+        tables = tables.reshape(self.pages_of_block, count)
+        self._held |= {page: [tuple(others)] for page, *others in tables.T.tolist()}
+        return tables
+
     def publish(self, page: int, key: Any) -> None:
-        """Let vLLM find a page that we hold by this block hash, as one of its own."""
-        hashed = SimpleNamespace(block_hashes=[key])
-        self._pool.cache_full_blocks(
-            hashed, [self._pool.blocks[page]], 0, 1, self._pool.hash_block_size, 0
-        )
+        """Let vLLM find a page that we hold, and its counterparts, by this block hash."""
+        hashed, size = SimpleNamespace(block_hashes=[key]), self._pool.hash_block_size
+        groups = self.groups.main, *self.groups.others
+        for group, held in zip(groups, self.by_group(page), strict=True):
+            if held != NULL_PAGE:
+                self._pool.cache_full_blocks(hashed, [self._pool.blocks[held]], 0, 1, size, group)
 
     def forget(self, pages: Iterable[int]) -> None:
         """Remove the block hashes of pages, so that no lookup finds them.

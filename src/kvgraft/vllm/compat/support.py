@@ -336,9 +336,6 @@ def _store_reasons(config: VllmConfig) -> Iterator[str]:
     if settings.store is not None and events is not None and events.enable_kv_cache_events:
         yield "KV cache events and a store: vLLM does not know the prompts of what comes back"
 
-    if settings.store is not None and config.model_config.use_mla:
-        yield "a store and latent attention (MLA): it keeps keys and values of one size"
-
 
 def _profile_reasons(config: VllmConfig) -> Iterator[str]:
     """Yield the reason why the policy profile does not fit the checkpoint."""
@@ -461,9 +458,6 @@ def _beside_groups_reasons(config: VllmConfig) -> Iterator[str]:
 
     settings = KVGraftSettings.of(config)
     num_layers = config.model_config.get_num_layers(config.parallel_config)
-    if settings.store is not None:
-        yield f"a store {beside}"
-
     if settings.kept_residual_layers(num_layers):
         yield f"residual streams {beside}"
 
@@ -498,4 +492,10 @@ def model_identity(config: VllmConfig, *, lasting: bool) -> str:
             f"a store must know the checkpoint: {model.model} is no directory"
         )
 
-    return f"{checkpoint}/{numbers}/{config.parallel_config.world_size}"
+    parts = [checkpoint, numbers, str(config.parallel_config.world_size)]
+    if model.use_mla:
+        parts.append("mla")
+    # local heads make it another model
+    if is_by_head(config):
+        parts.append(check_head_map(config, _head_map_path(config)).digest)
+    return "/".join(parts)

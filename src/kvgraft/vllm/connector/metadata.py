@@ -19,9 +19,13 @@ CHUNK_BLOCKS = 8
 
 @dataclass(frozen=True, eq=False)
 class Keep:
-    """Order to store the content of blocks int [n].
+    """Order to store the content of blocks.
 
     The scheduler holds them until it has been read.
+
+    Attributes:
+        chunk: tokens of the blocks, and their place in their source.
+        blocks: vLLM's blocks, int64 [groups, n], the main group first.
     """
 
     chunk: Chunk
@@ -35,12 +39,12 @@ class Load:
     Attributes:
         number: number of the load.
         places: (key of the chunk, block within it) of each stored block.
-        blocks: vLLM block that each one is written to.
+        blocks: vLLM's blocks that they are written to, int64 [groups, n], the main group first.
     """
 
     number: int
     places: list[tuple[bytes, int]]
-    blocks: list[int]
+    blocks: np.ndarray
 
 
 @dataclass

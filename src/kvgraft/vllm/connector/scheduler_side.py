@@ -387,5 +387,7 @@ class SchedulerSide:
         """Return True if the request should wait for blocks that the store is loading."""
         if self.stored is None or state.refusal not in (None, "off", "policy_full"):
             return False
-        spare = self.admission.pool.num_free - num_missing - SPARE_BLOCKS
+        pool = self.admission.pool
+        others = pool.groups.num_pages(num_prefix, state.request.num_tokens)
+        spare = pool.num_free - num_missing - others - SPARE_BLOCKS
         return self.stored.is_coming(state, num_prefix, spare, grafts=state.refusal is None)

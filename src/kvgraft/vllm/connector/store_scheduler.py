@@ -65,21 +65,27 @@ class StoreScheduler:
         Args:
             ended: True to store also the last blocks, which fill no chunk.
         """
-        size, provenance = self.admission.pool.block_size, state.provenance
-        stop = min(provenance.num_registered, provenance.first_approximate // size)
+        pool, provenance = self.admission.pool, state.provenance
+        size = pool.block_size
+        # a request that was preempted has fewer blocks than before
+        known = min(provenance.num_registered, len(blocks))
+        stop = min(known, provenance.first_approximate // size)
         stop = stop if ended else stop // CHUNK_BLOCKS * CHUNK_BLOCKS
         if stop <= provenance.num_stored:
             return
 
         tokens = np.array(state.request.all_token_ids[: stop * size], np.int64)
-        is_exact = provenance.depths(stop, size) == 0
+        storable = provenance.depths(stop, size) == 0
+        # a window may have lost its part of a block
+        storable[provenance.num_stored :] &= pool.complete(blocks[provenance.num_stored : stop])
         for chunk, where in provenance.chunks(
-            tokens, is_exact, state.label, self._first_source, CHUNK_BLOCKS
+            tokens, storable, state.label, self._first_source, CHUNK_BLOCKS
         ):
             if chunk.key not in self._register and chunk.key not in self._keeping:
-                self._keeping[chunk.key] = list(blocks[where])
-                self.admission.pool.acquire(self._keeping[chunk.key])
-                self._orders.keeps.append(Keep(chunk, np.array(blocks[where])))
+                self._keeping[chunk.key] = pages = list(blocks[where])
+                pool.acquire(pages)
+                by_group = np.array([pool.by_group(page) for page in pages], np.int64).T
+                self._orders.keeps.append(Keep(chunk, by_group))
 
     def is_coming(
         self, state: RequestState, num_prefix: int, num_spare: int, *, grafts: bool
@@ -90,7 +96,7 @@ class StoreScheduler:
 
         Args:
             num_prefix: tokens that vLLM already has.
-            num_spare: blocks that may be allocated for the load.
+            num_spare: pages that may be allocated for the load.
             grafts: True to load blocks to graft from too, not only the exact prefix.
         """
         if state.load is not None:
@@ -100,10 +106,11 @@ class StoreScheduler:
         if self._looks or len(self._ready) < self._num_ranks:
             return True
 
+        pool = self.admission.pool
         wanted, hashes = self._wanted(state, num_prefix, grafts)
         found = [
             (number, self._register.find(number, *state.scopes))
-            for number in wanted[: max(num_spare, 0)]
+            for number in wanted[: max(num_spare, 0) // pool.pages_of_block]
         ]
         coming = [
             _Coming(held[0], held[1], hashes.get(number))
@@ -115,7 +122,7 @@ class StoreScheduler:
 
         if coming:
             places = [(block.record.key, block.place) for block in coming]
-            load = Load(state.load, places, self.admission.pool.allocate(len(coming)))
+            load = Load(state.load, places, pool.allocate_with_counterparts(len(coming)))
             self._loading[load.number] = (load, coming, np.ones(len(coming), bool))
             self._orders.loads.append(load)
 
@@ -160,7 +167,8 @@ class StoreScheduler:
     @property
     def num_held(self) -> int:
         """Number of blocks held for reads and loads of the workers."""
-        held = [*self._keeping.values(), *(load.blocks for load, *_ in self._loading.values())]
+        loading = (load.blocks[0].tolist() for load, *_ in self._loading.values())
+        held = [*self._keeping.values(), *loading]
         return len({block for blocks in held for block in blocks})
 
     def _make_index(self) -> ChunkIndex:
@@ -205,8 +213,9 @@ class StoreScheduler:
     def _take_in(self, load: Load, coming: Sequence["_Coming"], arrived: Sequence[bool]) -> None:
         """Register loaded blocks, and forget chunks that could not be read."""
         nonce, pool = os.urandom(32), self.admission.pool
+        loaded = load.blocks[0].tolist()
         here: list[tuple[_Coming, int]] = []
-        for place, (block, page, ok) in enumerate(zip(coming, load.blocks, arrived, strict=True)):
+        for place, (block, page, ok) in enumerate(zip(coming, loaded, arrived, strict=True)):
             if ok:
                 pool.publish(
                     page, nonce_hash(nonce, place) if block.block_hash is None else block.block_hash
@@ -223,7 +232,7 @@ class StoreScheduler:
                 [page for (block, page), known in found if block.block_hash is None and not known]
             )
 
-        pool.release(load.blocks)
+        pool.release(loaded)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,7 +66,7 @@ class StoreWorker:
         for load, future in [pair for pair in self._loads if pair[1].done()]:
             if (error := future.exception()) is not None:
                 logger.warning("segment store: a load failed, and is a miss: %r", error)
-            fetched: Fetched = [None] * len(load.blocks) if error is not None else future.result()
+            fetched: Fetched = [None] * len(load.places) if error is not None else future.result()
             self._reported.loaded.append((load.number, self._take_in(load, fetched)))
             self._loads.remove((load, future))
 
@@ -92,25 +92,41 @@ class StoreWorker:
 
     def _keep(self, keep: Keep) -> None:
         """Store one chunk, and report it as read and recorded."""
-        self._store.put(keep.chunk, self._read(keep.blocks.tolist()))
+        self._store.put(keep.chunk, self._read(keep.blocks))
         self._reported.read.append(keep.chunk.key)
         if (record := self._store.record(keep.chunk.key)) is not None:
             self._reported.records.append(record)
 
-    def _read(self, blocks: Sequence[int]) -> dict[str, Tensor]:
-        """Return the content of blocks on this rank in host memory, [streams, n, d] by name."""
-        host = self._host
-        slots = slots_of(blocks, host.block_size).to(host.device)
-        layers = [host.read_codes(index, slots) for index in range(host.num_layers)]
-
-        keys, values = (
-            torch.cat([pair[at].transpose(0, 1) for pair in layers]).cpu() for at in (0, 1)
-        )
+    def _read(self, blocks: np.ndarray) -> dict[str, Tensor]:
+        """Return the content of blocks int64 [groups, n] on this rank in host memory, [streams, n *
+        block_size, d] by name."""
+        host, slots = self._host, self._slots_of(blocks)
+        read = [host.read_codes(at, slots[host.group_of[at]]) for at in self._attentions]
+        kv = {
+            name: torch.cat([pair[which].transpose(0, 1) for pair in read]).cpu()
+            for which, name in enumerate(self._kv)
+        }
         residuals = {
-            _residual(layer): states[slots][None].cpu()
+            _residual(layer): states[slots[0]][None].cpu()
             for layer, states in host.residuals.states.items()
         }
-        return {"keys": keys, "values": values, **residuals}
+        return kv | residuals
+
+    @property
+    def _attentions(self) -> range:
+        """Numbers of the attention layers whose KV is stored: those of the model, not of drafts."""
+        return range(self._host.draft_attentions.start)
+
+    @property
+    def _kv(self) -> tuple[str, ...]:
+        """Names of what the cache holds of a token. Latents (MLA) have no values."""
+        return ("keys",) if self._host.is_latent else ("keys", "values")
+
+    def _slots_of(self, blocks: np.ndarray) -> Tensor:
+        """Return the slots int64 [groups, n * block_size] of blocks int64 [groups, n]."""
+        host = self._host
+        tables = blocks.tolist()
+        return torch.stack([slots_of(own, host.block_size) for own in tables]).to(host.device)
 
     def _take_in(self, load: Load, fetched: Fetched) -> list[bool]:
         """Write loaded blocks into the cache; return for each block if it arrived."""
@@ -122,24 +138,26 @@ class StoreWorker:
         if not loaded:
             return arrived
 
-        pages = [page for page, ok in zip(load.blocks, arrived, strict=True) if ok]
-        slots = slots_of(pages, host.block_size).to(host.device)
+        blocks = load.blocks[:, arrived]
+        slots = self._slots_of(blocks)
         payload = {
             name: torch.cat([block.payload[name] for block in loaded], dim=1)
             for name in loaded[0].payload
         }
 
-        shape = (host.num_layers, host.num_kv_heads, slots.numel(), host.head_dim)
-        keys, values = (
-            payload[name].view(shape).transpose(1, 2).to(host.device) for name in ("keys", "values")
+        # of each attention layer: [heads, n * block_size, d]
+        shape = (len(self._attentions), -1, slots.shape[1], host.head_dim)
+        keys, *values = (
+            payload[name].view(shape).transpose(1, 2).to(host.device) for name in self._kv
         )
 
-        for index in range(host.num_layers):
-            host.write_codes(index, keys[index], values[index], slots)
+        for at in self._attentions:
+            own = values[0][at] if values else keys[at, ..., :0]
+            host.write_codes(at, keys[at], own, slots[host.group_of[at]])
 
-        host.clear_drafts(torch.tensor(pages))
+        host.clear_drafts(torch.from_numpy(blocks[0]))
         for layer, states in host.residuals.states.items():
-            states[slots] = payload[_residual(layer)][0].to(states)
+            states[slots[0]] = payload[_residual(layer)][0].to(states)
 
         return arrived
 
@@ -147,7 +165,7 @@ class StoreWorker:
         """Return True if a block holds everything that this rank keeps of a token."""
         host, size = self._host, self._host.block_size
         kv = (host.num_layers * host.num_kv_heads, size, host.head_dim), host.code_dtype
-        wanted = {"keys": kv, "values": kv} | {
+        wanted = dict.fromkeys(self._kv, kv) | {
             _residual(layer): ((1, size, states.shape[1]), states.dtype)
             for layer, states in host.residuals.states.items()
         }
