@@ -11,11 +11,8 @@ import torch
 import warm
 from engines import ENVIRONMENT, EVERYTHING, NAIVE, OFF, Ask, words
 from family_engine import DOCUMENTS, PROMPT, WITH_WINDOWS
+from jobs import KNOWN, MIXED, MOVED, follow, graft, natively
 from test_compat import configure
-from test_sparse import MIXED, natively
-from test_sparse import run as run_flow
-from test_store import KNOWN, MOVED
-from test_store import run as run_stored
 from test_windows import check_every_end
 from vllm.config import KVTransferConfig, VllmConfig
 
@@ -119,7 +116,7 @@ def test_heads_that_see_everything_follow_a_flow(model: Path, head_map: Path):
     flow, text = "quest:topk_blocks=3", words(15 * BLOCK, 1)
     both = settings_of(head_map)["additional_config"] | {FLOW: flow}
     grafted = Ask(words(33, 5) + text + words(60, 6), NAIVE, max_tokens=24)
-    said = run_flow(
+    said = follow(
         model,
         flow,
         MIXED,
@@ -151,13 +148,13 @@ def test_a_store_gives_back_the_kv_of_all_heads(
         for path in (head_map, other)
     )
     store, options = str(tmp_path / "store"), [NAIVE, EVERYTHING, OFF]
-    run_stored([], [], [KNOWN], engine=engine, store_dir=store)
-    moved, known = run_stored([MOVED, KNOWN], options, [], engine=engine, store_dir=store)
+    graft([], [], [KNOWN], engine=engine, store_dir=store)
+    moved, known = graft([MOVED, KNOWN], options, [], engine=engine, store_dir=store)
     assert moved[0]["report"]["grafted_tokens"] == moved[1]["report"]["grafted_tokens"] >= 544
     assert moved[1]["tokens"] == expected(native, MOVED, 16)
     assert known[-1]["report"]["prefix_tokens"] == 576
     assert known[-1]["tokens"] == expected(native, KNOWN, 16)
-    [found] = run_stored([MOVED], [NAIVE], [], engine=elsewhere, store_dir=store)
+    [found] = graft([MOVED], [NAIVE], [], engine=elsewhere, store_dir=store)
     assert found[0]["report"]["grafted_tokens"] == 0
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm
-from engines import BLOCK, ENVIRONMENT, EVERYTHING, NAIVE, OFF, Ask, words
+from engines import BLOCK, EVERYTHING, NAIVE, OFF, Ask, words
 from families import make_family
+from jobs import MIXED, natively
+from jobs import follow as run
 from processes import HostProcess
 from test_compat import configure
 
-from kvgraft import Engine, Request, SamplingParams
+from kvgraft import Engine
 from kvgraft.server import serve
 from kvgraft.server.arguments import parse
 from kvgraft.vllm.compat import FLOW, WORKER_CLASS, transfer_config
@@ -32,7 +33,6 @@ NGRAM = {
 }
 # of models with windows; `kvgraft serve` sets the second one
 STEADY = {"max_model_len": 1536, "prefix_cache_retention_interval": None}
-MIXED = [Ask(words(length, length), max_tokens=24) for length in (900, 40, 420, 1200, 96)]
 
 
 def slow(flow: str) -> Any:
@@ -40,37 +40,9 @@ def slow(flow: str) -> Any:
     return pytest.param(flow, marks=pytest.mark.slow)
 
 
-def run(model: Path, flow: str, *rounds: list[Ask], **more: Any) -> dict[str, Any]:
-    """What `sparse_engine.py` says."""
-    given = {
-        "model": str(model),
-        "flow": flow,
-        "rounds": [[asdict(a) for a in asks] for asks in rounds],
-    } | more
-    said: dict[str, Any] = warm.run(
-        Path(__file__).with_name("sparse_engine.py"), given, **ENVIRONMENT
-    )
-    return said
-
-
 @pytest.fixture(scope="module")
 def native(model: Path) -> Engine:
     return Engine(model, dtype="float32", block_size=BLOCK)
-
-
-def natively(engine: Engine, flow: str, asks: list[Ask]) -> list[list[int]]:
-    """What the native engine answers, in a batch."""
-    requests = [
-        Request(
-            list(a.prompt),
-            "full",
-            SamplingParams(a.max_tokens, ignore_eos=True),
-            remember=False,
-            flow=flow,
-        )
-        for a in asks
-    ]
-    return [result.token_ids for result in engine.generate(requests)]
 
 
 @pytest.mark.parametrize(

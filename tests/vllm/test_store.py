@@ -2,16 +2,16 @@
 back."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
-import warm
-from engines import ALONE, TWO_RANKS, words
+from engines import EVERYTHING, NAIVE, OFF
 from families import make_family
+from jobs import KNOWN, MOVED
+from jobs import graft as run
 
 from kvgraft.core.keys import scope_digest
 from kvgraft.core.provenance import BlockProvenance
@@ -29,38 +29,6 @@ if TYPE_CHECKING:
     from kvgraft.core.admission import Admission
     from kvgraft.vllm.compat.model import ModelHost
     from kvgraft.vllm.pool import SharedPool
-
-ENGINE = Path(__file__).with_name("grafting_engine.py")
-NAIVE, EVERYTHING, OFF = (
-    {"policy": "naive"},
-    {"policy": "sparsex", "recompute_share": 1.0},
-    {"reuse": "off"},
-)
-SMALL = {"num_gpu_blocks_override": 41, "max_model_len": 1024}
-KNOWN = words(600, 1)
-MOVED = [10, 11, 12, 13, 14, 15, 16, *KNOWN[32:]]
-
-
-def run(
-    prompts: list[list[int]],
-    options: list[dict[str, Any]],
-    read: list[list[int]],
-    ranks: int = 1,
-    adapters: Sequence[Path | None] = (None,),
-    engine: dict[str, Any] | None = None,
-    **settings: Any,
-) -> Any:
-    lora = {"enable_lora": True, "max_loras": 4} if any(adapters) else {}
-    engine = SMALL | {"tensor_parallel_size": ranks} | lora | (engine or {})
-    job = {
-        "read": read,
-        "prompts": prompts,
-        "options": options,
-        "engine": engine,
-        "settings": settings,
-    }
-    job["adapters"] = [path and str(path) for path in adapters]
-    return warm.run(ENGINE, job, **TWO_RANKS if ranks > 1 else ALONE)
 
 
 def flood(seed: int) -> list[list[int]]:

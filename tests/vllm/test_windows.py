@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from engines import EVERYTHING, OFF, words
 from families import make_family
-from test_store import run
+from jobs import KNOWN, graft
 
-KNOWN = words(600, 1)
 # all places of a block of 32 at which a prompt can end; a chunk of Llama 4 ends at the last one
 LENGTHS = range(481, 513)
 
@@ -18,7 +17,7 @@ def check_every_end(engine: dict[str, Any]) -> None:
     """Recompute all of prompts of known text, and compare with plain vLLM's answers."""
     engine |= {"num_gpu_blocks_override": 41 * 4, "prefix_cache_retention_interval": None}
     prompts = [words(7, length) + KNOWN[: length - 7] for length in LENGTHS]
-    answers = run(prompts, [EVERYTHING, OFF], [KNOWN], engine=engine)
+    answers = graft(prompts, [EVERYTHING, OFF], [KNOWN], engine=engine)
     for length, (recomputed, plain) in zip(LENGTHS, answers, strict=True):
         assert recomputed["report"]["grafted_tokens"] >= length - 8 - 32
         assert recomputed["tokens"] == plain["tokens"], length
