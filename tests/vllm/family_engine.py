@@ -188,8 +188,7 @@ def stored(host: Host) -> bool:
     whole = zip(of_main, pool.complete(of_main), strict=True)
     held = [page for page, is_whole in whole if is_whole][:CHUNK_BLOCKS]
     pool.acquire(held)
-    there = np.array([pool.by_group(page) for page in held]).T
-    elsewhere = pool.allocate_with_counterparts(len(held))
+    there, elsewhere = pool.tables_of(held), pool.tables_of(pool.allocate(len(held)))
     payload, tokens = worker._read(there), np.zeros(pool.block_size, np.int32)
     parts = [range(n * pool.block_size, (n + 1) * pool.block_size) for n in range(len(held))]
     read = [

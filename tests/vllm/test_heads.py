@@ -140,7 +140,8 @@ def test_the_last_token_of_a_prompt_sees_the_windows_of_local_heads(model: Path,
 def test_a_store_gives_back_the_kv_of_all_heads(
     model: Path, head_map: Path, native: Engine, tmp_path: Path
 ):
-    """And nothing under another head map, whose model is another one."""
+    """And nothing under another head map, whose model is another one. A flow reads what came
+    back."""
     other = tmp_path / "other.json"
     make_head_map(model, window=WINDOW - BLOCK, sinks=SINKS).save(other)
     engine, elsewhere = (
@@ -156,6 +157,14 @@ def test_a_store_gives_back_the_kv_of_all_heads(
     assert known[-1]["tokens"] == expected(native, KNOWN, 16)
     [found] = graft([MOVED], [NAIVE], [], engine=elsewhere, store_dir=store)
     assert found[0]["report"]["grafted_tokens"] == 0
+    flow = "quest:topk_blocks=3"
+    engine["additional_config"] = engine["additional_config"] | {FLOW: flow}
+    prompt = [17, *MOVED]  # the other one is stored as a whole by now
+    [[under_flow]] = graft([prompt], [EVERYTHING], [], engine=engine, store_dir=store)
+    assert under_flow["report"]["grafted_tokens"] >= 544
+    blocks = Engine(model, dtype="float32", block_size=BLOCK, head_map=head_map, head_paging=True)
+    assert [under_flow["tokens"]] == natively(blocks, flow, [Ask(prompt, max_tokens=16)])
+    assert under_flow["tokens"] != expected(native, prompt, 16)
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ from typing import Any, get_args
 import pytest
 import torch
 import warm
-from engines import ALONE, BLOCK, ENVIRONMENT, EVERYTHING, OFF
+from engines import BLOCK, ENVIRONMENT, EVERYTHING, OFF
+from jobs import graft
 from msgspec.structs import replace
 from processes import HostProcess
 from quantised_engine import PROMPTS, bound
@@ -40,9 +41,7 @@ from kvgraft.vllm.limits import READABLE
 from kvgraft.vllm.worker import kv_share
 from quantised_models import AVX512, IN_FP8, with_kv_scales
 
-PROGRAM, STORING = (
-    Path(__file__).with_name(name) for name in ("quantised_engine.py", "grafting_engine.py")
-)
+PROGRAM = Path(__file__).with_name("quantised_engine.py")
 SCALES = [(1.0, 1.0), (0.5, 0.25), (0.0173, 0.3)]
 DTYPES = pytest.mark.parametrize("cache_dtype", IN_FP8)
 WRITTEN = 2 * BLOCK  # tokens of KV_HEADS heads of BLOCK channels
@@ -305,19 +304,7 @@ def test_a_second_server_goes_on_with_what_the_first_one_stored(tmp_path: Path):
     def run(
         cache_dtype: str, read: list[list[int]], prompts: list[list[int]], **settings: Any
     ) -> Any:
-        engine = {
-            "num_gpu_blocks_override": 41,
-            "max_model_len": 1024,
-            "kv_cache_dtype": cache_dtype,
-        }
-        job = {
-            "read": read,
-            "prompts": prompts,
-            "options": options,
-            "engine": engine,
-            "settings": settings,
-        }
-        return warm.run(STORING, job, **ALONE)
+        return graft(prompts, options, read, engine={"kv_cache_dtype": cache_dtype}, **settings)
 
     store = {"store_dir": str(tmp_path / "store")}
     expected = run("fp8", [known], [moved, known])

@@ -146,7 +146,7 @@ def test_what_is_stored_says_whose_it_is():
     pool = SimpleNamespace(
         block_size=16,
         acquire=lambda pages: None,
-        by_group=lambda page: (page,),
+        tables_of=lambda pages: np.array([pages]),
         complete=lambda pages: np.ones(len(pages), bool),
     )
     known = SimpleNamespace(index=index, pool=pool)

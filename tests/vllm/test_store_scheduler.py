@@ -30,7 +30,7 @@ def record() -> ChunkRecord:
 
 
 def state_of(num_registered: int) -> RequestState:
-    """A request that has read `TOKENS`, so many blocks of which are registered."""
+    """A request that has read `TOKENS`; its first blocks are registered."""
     salt = Salts().of(Tenant.of("key"), "namespace")
     request = SimpleNamespace(cache_salt=salt, all_token_ids=TOKENS.tolist())
     state = RequestState(request, Control("list"), BlockProvenance(scope_digest("model", salt)))
@@ -94,7 +94,7 @@ def test_stored_blocks_come_back_to_all_groups(specs: tuple[Any, ...]):
         state = RequestState(
             request, RequestOptions(KVGraftSettings().default.policy), BlockProvenance(SCOPE)
         )
-        # a chunk of which a block could not be read is gone
+        # a chunk with a block that could not be read is gone
         stored.on_report(0, StoreReport(records=[record()], ready=True))
         assert stored.is_coming(state, 0, spare, grafts=True)
         [load] = stored.take_orders().loads

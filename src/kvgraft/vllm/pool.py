@@ -78,29 +78,16 @@ class SharedPool:
         )
 
     def allocate(self, count: int) -> list[int]:
-        """Hold new pages.
-
-        Raises:
-            ValueError: there are not enough free pages.
-        """
-        pages = [block.block_id for block in self._pool.get_new_blocks(count)]
-        self._held |= {page: [self._none] for page in pages}
-        return pages
-
-    def allocate_with_counterparts(self, count: int) -> np.ndarray:
-        """Hold new pages, each with a counterpart in every other group.
-
-        Returns:
-            int64 [groups, count], the main group first.
+        """Hold new pages of the main group, each with a counterpart in every other group.
 
         Raises:
             ValueError: there are not enough free pages.
         """
         blocks = self._pool.get_new_blocks(count * self.pages_of_block)
-        tables = np.array([block.block_id for block in blocks], np.int64)
-        tables = tables.reshape(self.pages_of_block, count)
+        tables = np.array([block.block_id for block in blocks]).reshape(self.pages_of_block, count)
         self._held |= {page: [tuple(others)] for page, *others in tables.T.tolist()}
-        return tables
+        pages: list[int] = tables[0].tolist()
+        return pages
 
     def publish(self, page: int, key: Any) -> None:
         """Let vLLM find a page that we hold, and its counterparts, by this block hash."""
@@ -168,6 +155,11 @@ class SharedPool:
     def by_group(self, page: int) -> tuple[int, ...]:
         """Return a held page and its counterparts; `NULL_PAGE` where it has none."""
         return (page, *self._held[page][-1])
+
+    def tables_of(self, pages: Sequence[int]) -> np.ndarray:
+        """Return held pages and their counterparts by group, int64 [groups, n]."""
+        found = np.array([self.by_group(page) for page in pages], np.int64)
+        return found.reshape(-1, self.pages_of_block).T
 
     def held(self, page: int) -> list[int]:
         """Return a held page and the counterparts that exist."""

@@ -2,8 +2,6 @@
 
 from collections.abc import Collection, Sequence
 
-import numpy as np
-
 from kvgraft.core.admission import Admission, Reuse
 from kvgraft.core.costs import TOKENS
 from kvgraft.vllm.connector.metadata import Metadata
@@ -110,8 +108,7 @@ class Recoveries:
             state.provenance.mark_approximate(reuse.steps, reuse.spans)
 
         tables = pool.groups.tables(block_ids, state.reserved)
-        pages = np.array([pool.by_group(page) for page in sources], np.int64)
-        pages = pages.reshape(-1, len(tables))
+        pages = pool.tables_of(sources).T
         rest = state.documents, state.provenance.scope, state.adapter, state.kept
         self._jobs.append(
             Job(state.id, options.policy, reuse.plan, state.input_ids, tables, pages, *rest)

@@ -84,8 +84,7 @@ class StoreScheduler:
             if chunk.key not in self._register and chunk.key not in self._keeping:
                 self._keeping[chunk.key] = pages = list(blocks[where])
                 pool.acquire(pages)
-                by_group = np.array([pool.by_group(page) for page in pages], np.int64).T
-                self._orders.keeps.append(Keep(chunk, by_group))
+                self._orders.keeps.append(Keep(chunk, pool.tables_of(pages)))
 
     def is_coming(
         self, state: RequestState, num_prefix: int, num_spare: int, *, grafts: bool
@@ -122,7 +121,7 @@ class StoreScheduler:
 
         if coming:
             places = [(block.record.key, block.place) for block in coming]
-            load = Load(state.load, places, pool.allocate_with_counterparts(len(coming)))
+            load = Load(state.load, places, pool.tables_of(pool.allocate(len(coming))))
             self._loading[load.number] = (load, coming, np.ones(len(coming), bool))
             self._orders.loads.append(load)
 
