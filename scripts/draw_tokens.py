@@ -13,11 +13,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-COLOURS = {"prefix": "#3f7fd0", "grafted": "#2f9e6e", "recomputed": "#e29a2d", "fresh": "#a9b2c0"}
+COLOURS = {
+    "prefix": "#3f7fd0", "continued": "#2a9fb8", "grafted": "#2f9e6e", "recomputed": "#e29a2d",
+    "fresh": "#a9b2c0",
+}  # fmt: skip
 MEANING = {
     "prefix": "exact prefix hit",
+    "continued": "continued: read behind the same text before",
     "grafted": "grafted: read before, at another position",
-    "recomputed": "grafted, then recomputed",
+    "recomputed": "known, then recomputed",
     "fresh": "fresh: computed as ever",
 }
 ROWS = ("prefix caching alone,\nby position", "KVGraft,\nby position", "KVGraft,\nsorted by kind")
@@ -30,7 +34,10 @@ def draw(report: dict[str, Any]) -> Figure:
     tokens of each kind."""
     total, prefix = report["prompt_tokens"], report["prefix_tokens"]
     counts = {kind: report[f"{kind}_tokens"] for kind in COLOURS}
-    counts["grafted"] -= counts["recomputed"]
+    # those computed again are counted apart, first of the grafted tokens
+    copied = max(0, counts["grafted"] - counts["recomputed"])
+    counts["continued"] += counts["grafted"] - copied - counts["recomputed"]
+    counts["grafted"] = copied
     figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
     axes = figure.subplots()
     _bar(axes, 2, [(0, prefix, "prefix"), (prefix, total, "fresh")])

@@ -23,6 +23,8 @@ P = ParamSpec("P")
 First = TypeVar("First")
 Options = TypeVar("Options")
 Init = Callable[[Any, First, Options], None]
+# end of a help text that names its default, so that no formatter adds the parser's own (None)
+SAYS_DEFAULT = "%(default).0s"
 _SCHEMA = "kvgraft"
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
@@ -104,7 +106,7 @@ class Setting:
         Args:
             more: further arguments of `add_argument`.
         """
-        text = self.help.replace("%", "%%")
+        text = self.help.replace("%", "%%") + SAYS_DEFAULT
         if self.kind.read is None:
             action = BooleanOptionalAction if self.default else "store_true"
             parser.add_argument(*flags, action=action, default=None, help=text, **more)

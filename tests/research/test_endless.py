@@ -5,13 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
+from kvgraft_lab.testbed import MODEL_DIR
 from kvgraft_lab.testbed.tasks import read
 from research import endless
 from research.endless import (
     EARLY,
     GROUPS,
+    LATE,
+    MOST_MEAN,
+    MOST_TURN,
     NOISE,
     NUM_TOOLS,
     SHAPES,
@@ -19,7 +24,9 @@ from research.endless import (
     WINDOW,
     Row,
     Shape,
+    by_turn,
     make_sessions,
+    run,
     table,
     trend,
 )
@@ -119,3 +126,16 @@ def test_sessions_that_are_known_are_not_measured_again(
         endless.main()
     assert measured == [0, 1, 2]
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 3 * TURNS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["dropping", "clock", "thinking"])
+def test_a_session_costs_as_much_in_late_turns_as_in_early_ones(shape: Shape):
+    """The depth of its text grows by one with each turn."""
+    sessions = list(make_sessions([shape], 1, 5, testbed=True))
+    [rows] = run(MODEL_DIR, sessions, ["default"], "float32")
+    mine = [row for row in rows if row.condition == "default"]
+    early, late = (np.array(by_turn(mine, "computed", turns)) for turns in (EARLY, LATE))
+    assert mine[-1].depth > 15
+    assert late.mean() <= MOST_MEAN * early.mean()
+    assert late.max() <= MOST_TURN * early.mean()

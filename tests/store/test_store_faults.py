@@ -4,6 +4,8 @@ import logging
 import multiprocessing
 import os
 import sqlite3
+import threading
+import time
 from contextlib import closing
 
 import numpy as np
@@ -25,7 +27,7 @@ from chunks import (
     share,
 )
 from kvgraft.core.matches import MatchQuery
-from kvgraft.store import SegmentStore, StoreDirectory, files
+from kvgraft.store import SegmentStore, StoreDirectory, disk, files
 from kvgraft.store.catalogue import Catalogue, CatalogueDamaged
 from kvgraft.store.files import CATALOGUE
 
@@ -94,6 +96,36 @@ def test_what_is_no_regular_file_is_damaged_and_nobody_waits_for_it(directory, k
         reader.join()
         if writer is not None:
             os.close(writer)
+
+
+def test_a_disk_that_does_not_answer_is_waited_for_once_and_used_again_when_it_does(
+    directory, monkeypatch
+):
+    read, answers, asked = files.PayloadFiles.read, threading.Event(), []
+
+    def hang(self, *given):
+        asked.append(given)
+        assert answers.wait(60)
+        return read(self, *given)
+
+    monkeypatch.setattr(files.PayloadFiles, "read", hang)
+    monkeypatch.setattr(disk, "READ_S", 0.2)
+    with open_store(directory) as store:
+        assert not any(holds(store, make_chunk(seed)) for seed in SEEDS)
+        assert store.counts["late"] == len(SEEDS)
+        assert len(asked) == 1
+        assert store.counts["stored"] == 0  # and nothing else waits for the disk
+        answers.set()
+        monkeypatch.setattr(files.PayloadFiles, "read", read)
+        eventually(lambda: holds(store, make_chunk(0)))
+        assert all(holds(store, make_chunk(seed)) for seed in SEEDS)
+
+
+def eventually(holds_now):
+    deadline = time.monotonic() + 60
+    while not holds_now():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def _read_damaged(directory):

@@ -182,7 +182,7 @@ class Ingress:
                 if self._is_closing:
                     return Refused(503, "this fleet has ended", retry_after_s=RETRY_S).response
             except DeploymentUnavailableError:
-                return Refused(503, "no server is ready: ask again").response
+                return Refused(503, "no server is ready: ask again", retry_after_s=RETRY_S).response
             except asyncio.CancelledError:
                 answer.cancel()
                 raise

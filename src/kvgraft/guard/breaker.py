@@ -31,6 +31,10 @@ WAIT_S, LONGEST_S = 300.0, 86_400.0
 SETTLED = 10.0
 
 
+# reasons of a change of level
+REASONS = ("alarm", "trial_passed", "trial_failed")
+
+
 class Level(IntEnum):
     """Level at which the requests of a policy are answered."""
 
@@ -46,7 +50,7 @@ class Transition:
     Attributes:
         before: the level before.
         after: the level after; the same for a failed trial.
-        reason: `alarm`, `trial_passed` or `trial_failed`.
+        reason: one of `REASONS`.
         answers: number of answers that raised the alarm, or of scored trial answers.
         mean: mean of their values, as shares.
     """

@@ -32,19 +32,24 @@ def parse_params(params: Any, default: RequestOptions) -> RequestOptions:
     Raises:
         ValueError: a field does not exist or a value is not allowed; the message names it.
     """
+    if not isinstance(params, Mapping):
+        raise ValueError(f"{PARAMS} must be an object, got {type(params).__name__}")
+    for key in params.keys() - {KEY}:
+        raise ValueError(_cut(f"{PARAMS} has no field {key!r} here: allowed is {KEY}"))
+    given = params.get(KEY, {})
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{PARAMS}.{KEY} must be an object, got {type(given).__name__}")
     try:
-        if not isinstance(params, Mapping):
-            raise ValueError(f"{PARAMS} must be an object, got {type(params).__name__}")
-        for key in params.keys() - {KEY}:
-            raise ValueError(f"{PARAMS} has no field {key!r} here: allowed is {KEY}")
-        given = params.get(KEY, {})
-        if not isinstance(given, Mapping):
-            raise ValueError(f"{PARAMS}.{KEY} must be an object, got {type(given).__name__}")
         # fail here if the options cannot be encoded for the engine
         msgspec.msgpack.encode(given)
         return RequestOptions.parse(given, default)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{PARAMS}.{KEY}: {error}"[:MAX_MESSAGE]) from error
+        raise ValueError(_cut(f"{PARAMS}.{KEY}: {error}")) from error
+
+
+def _cut(message: str) -> str:
+    """Return a message of at most `MAX_MESSAGE` characters, with a mark where it was cut."""
+    return message if len(message) <= MAX_MESSAGE else f"{message[: MAX_MESSAGE - 1]}…"
 
 
 class TenantEngineClient:

@@ -4,7 +4,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 from typing import Any
 
 from kvgraft.core.options import AttentionFields
-from kvgraft.setting_schema import declarations
+from kvgraft.setting_schema import SAYS_DEFAULT, declarations
 from kvgraft.vllm.setting_fields import SettingFields
 
 # of the attributes that hold KVGraft's flags after parsing
@@ -37,7 +37,7 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="SECONDS",
         help=(
             "Without an answer of the engine after which /health says 503; 0: never. Default: 120, "
-            "on CPUs 330."
+            f"on CPUs 330.{SAYS_DEFAULT}"
         ),
     )
     group.add_argument(
@@ -66,7 +66,8 @@ def flag_of(name: str) -> str:
 def _add_owners(group: Any) -> None:
     """Add the flags about tenants: the admin key, shared namespaces and single-tenant servers."""
     group.add_argument(
-        "--kvgraft-admin-key", help="Key of the pins API; better: set KVGRAFT_ADMIN_KEY."
+        "--kvgraft-admin-key",
+        help=f"Key of the pins API; better: set KVGRAFT_ADMIN_KEY.{SAYS_DEFAULT}",
     )
     group.add_argument(
         SHARE,
@@ -74,7 +75,7 @@ def _add_owners(group: Any) -> None:
         metavar="NAME=KEY,KEY",
         help=(
             "Let these API keys (or their labels; *: all) graft from a namespace that the admin "
-            "fills; repeatable."
+            f"fills; repeatable.{SAYS_DEFAULT}"
         ),
     )
     group.add_argument(
@@ -83,7 +84,7 @@ def _add_owners(group: Any) -> None:
         metavar="NAME=KEY",
         help=(
             "Name the tenant of an API key (or of its label) for the page and the pins API; "
-            "repeatable."
+            f"repeatable.{SAYS_DEFAULT}"
         ),
     )
     group.add_argument(

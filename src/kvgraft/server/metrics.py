@@ -4,6 +4,7 @@ All metrics carry vLLM's label `model_name` and cover all tenants together.
 """
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
@@ -11,6 +12,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from kvgraft.core.matches import depth_name
 from kvgraft.core.report import Outcome
+from kvgraft.guard.breaker import REASONS, Level
 from kvgraft.server.request_log import ABORTED, Entry
 
 FIRST_TOKEN = "kvgraft:time_to_first_token_seconds"  # noqa: S105
@@ -154,6 +156,9 @@ class GuardMetrics(_Metrics):
 
     def observe(self, policy: str, depth: int, distances: Mapping[str, float]) -> None:
         """Count a scored answer; `distances` are those of `along_logprobs`."""
+        # from the first answer on, so that an increase over time sees the first alarm
+        for level, reason in product(Level, REASONS):
+            self.transitions.labels(policy, level.name.lower(), reason)
         labels = policy, depth_name(depth)
         self.kl.labels(*labels).observe(distances["answer_kl"])
         self.flips.labels(*labels).observe(distances["flips"])

@@ -93,11 +93,10 @@ async def list_pins(
 ) -> dict[str, Any]:
     """List the pinned documents of one tenant, namespace and model.
 
-    If there are several tenants and the query names none, no namespace and no model, list the
-    documents of all tenants.
+    If the query names no tenant, no namespace and no model, list the documents of all of them.
     """
     state = _state(request)
-    if tenant is None and not state.keyring.has_one_tenant and not namespace and model is None:
+    if tenant is None and not namespace and model is None:
         admin = Principal(state.keyring.tenants[0], is_admin=True)
         return {"pins": await state.pins.view(admin)}
 

@@ -20,6 +20,7 @@ from kvgraft.store.files import (
     BadPayload,
     DirectoryLock,
     PayloadFiles,
+    TimedReads,
     digest_of,
     encode,
     private_directory,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NOTED_USES = 64  # uses that are written together
+READ_S = 5.0  # longest time to read a chunk; meanwhile the engine's steps may wait
 logger = logging.getLogger("kvgraft")
 
 
@@ -62,6 +64,7 @@ class DiskTier:
         self._news: dict[bytes, ChunkRecord | Gone] = {}  # changes for the next `poll`
         self._polls = True
         self._files = PayloadFiles(private_directory(directory))
+        self._reads = TimedReads(READ_S)
 
         with contextlib.ExitStack() as opened:
             directory_lock = opened.enter_context(
@@ -115,15 +118,20 @@ class DiskTier:
 
     def get(self, record: ChunkRecord) -> "dict[str, Tensor] | None":
         """Return the stored tensors, if this very chunk is here. A chunk with an unusable file is
-        counted and removed."""
+        counted and removed; one that is not read in time is counted, and stays."""
         with self._lock:
             if self._waits(record):
                 return self._waiting[record.key][1]
             row = self.rows.get(record.key)
             if row is None or row.record is not record:
                 return None
+            read = partial(self._files.read, record, row.num_bytes, row.digest)
             try:
-                return self._files.read(record, row.num_bytes, row.digest)
+                stored: dict[str, Tensor] = self._reads.run(read)
+                return stored
+            except TimeoutError:
+                self._counts["late"] += 1
+                return None
             except BadPayload as bad:
                 self._counts[bad.reason if self._reader.is_current(row) else "missing"] += 1
                 self.remove(record.key)

@@ -1,15 +1,18 @@
 """Private directory of the disk tier: its modes, its lock, and a safetensors file for each
-chunk."""
+chunk, read within a time limit."""
 
 import fcntl
 import math
 import os
 import secrets
 import stat
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, BinaryIO
+from threading import Thread
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 from blake3 import blake3
@@ -145,6 +148,41 @@ class DirectoryLock:
     def close(self) -> None:
         """Release the directory."""
         os.close(self._descriptor)
+
+
+class TimedReads:
+    """Reads with a time limit, for files on a disk that may stop answering.
+
+    Each read has a thread, since no read can be cancelled. After a read that took too long, none
+    begins until that one has ended.
+
+    Args:
+        limit_s: seconds.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._late: Future[Any] | None = None
+
+    def run(self, read: Callable[[], Any]) -> Any:
+        """Return the result of `read`, or raise its error.
+
+        Raises:
+            TimeoutError: it takes longer than the limit, or an earlier read still does.
+        """
+        if self._late is not None and not self._late.done():
+            raise TimeoutError("an earlier read has not ended")
+        done: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                done.set_result(read())
+            except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+                done.set_exception(error)
+
+        self._late = done
+        Thread(target=work, name="kvgraft-read", daemon=True).start()
+        return done.result(self._limit_s)
 
 
 class PayloadFiles:

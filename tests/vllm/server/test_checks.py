@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from kvgraft.server.checks import check_arguments, help_text
+from kvgraft.server.flags import add_flags
 from kvgraft.store.secret import CACHE_SECRET
 from kvgraft_lab.testbed import MODEL_DIR
 
@@ -247,3 +249,13 @@ def test_help_names_our_flags_with_their_defaults():
     assert re.search(r"--kvgraft-watermark KVGRAFT_WATERMARK .*? Default: 0.9\.", text)
     assert "default: None" not in text
     assert seconds < MOST_S * SLACK
+
+
+def test_no_flag_of_ours_has_the_default_of_a_parser_in_its_help():
+    """vLLM's parser adds the default to each help text that does not name it."""
+    parser = ArgumentParser(prog="serve", formatter_class=ArgumentDefaultsHelpFormatter)
+    add_flags(parser)
+    shown = " ".join(parser.format_help().split())
+    assert "--kvgraft-watermark" in shown
+    assert "(default: None)" not in shown
+    assert "(default: )" not in shown
