@@ -130,7 +130,9 @@ def main(
         with start(settings, "--no-kvgraft") as plain, start(settings, *by_head) as ours:
             for context in lengths:
                 figures += asyncio.run(measure(plain, ours, context, answer, rounds, words))
-    table = markdown_table(["", "context", "plain ms", "by head ms", "plain / by head", "95 %"], [""])
+    table = markdown_table(
+        ["", "context", "plain ms", "by head ms", "plain / by head", "95 %"], [""]
+    )
     for row in figures:
         table.add_row(
             row.what, str(row.context), f"{row.plain_ms:.1f}", f"{row.ours_ms:.1f}",

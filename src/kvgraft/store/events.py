@@ -9,7 +9,7 @@ EVENTS = {
     "evicted": "chunks removed from all tiers to make room",
     "missing": "chunks that were gone when they were asked for, or when the store was opened",
     "damaged": "chunks that did not have their checksum",
-    "late": "chunks that the disk did not return within five seconds, or that waited for such a one",
+    "late": "chunks that the disk did not return in five seconds, or asked for meanwhile",
     "foreign": "chunks of another checkpoint or layout",
     "unusable": "chunks cut into other blocks",
     "too_large": "chunks that no tier has room for",

@@ -177,7 +177,7 @@ class TimedReads:
         def work() -> None:
             try:
                 done.set_result(read())
-            except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            except BaseException as error:  # raised again where it is waited for
                 done.set_exception(error)
 
         self._late = done
