@@ -401,6 +401,21 @@ def test_reference_equals_attention_written_out():
             torch.testing.assert_close(actual[0, head], expected)
 
 
+@pytest.mark.parametrize("local", [True, False])
+def test_a_step_on_the_rows_of_vllm_copies_what_it_sees_and_not_the_pool(local: bool):
+    """In vLLM's caches a row has key and value, so that the keys alone are not contiguous."""
+    rows = torch.zeros(2, 50_000, 2 * 64)
+    keys, values = rows.chunk(2, dim=-1)
+    slots = torch.randperm(50_000)[:600][None]
+    layout = AttentionLayout.of([torch.tensor([599])], [slots], SINKS, WINDOW)
+    heads = LayerHeads((0, 1), (0, 0), (local, local))
+    query = torch.zeros(1, 4, 64)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        segpaged_attention(query, keys, values, heads, layout, 1.0, implementation="cpu")
+    allocated = sum(max(event.self_cpu_memory_usage, 0) for event in profile.key_averages())
+    assert 0 < allocated < keys.numel() * keys.element_size() / 10
+
+
 def test_no_queries_at_all():
     layout = AttentionLayout.of(
         [torch.zeros(0, dtype=torch.int64)], [torch.arange(4, device=DEVICE)[None]]

@@ -21,11 +21,13 @@ from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.server.arguments import parse
 from kvgraft.vllm.compat import FLOW, support, transfer_config
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_head_map
+from kvgraft.vllm.heads.attention import LocalPool
 from kvgraft.vllm.heads.spec import SinkWindowSpec
 from models import make_head_map, make_model
 
 WINDOW, SINKS, BLOCK = 96, 40, 32
 REQUESTS = 40
+BLOCKS, HEAD_DIM = 6, 4
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +111,13 @@ def test_answers_are_those_of_the_native_engine(
         [0, 0, 672],
         [0],
     ]
+
+
+@pytest.mark.slow
+def test_a_compiled_model_attends_by_head(model: Path, head_map: Path, native: Engine):
+    asks = [(words(300, 2), 20), (words(90, 3), 20)]
+    said = run(model, settings_of(head_map, enforce_eager=False), [asks])
+    assert said["rounds"][0]["tokens"] == [expected(native, *ask) for ask in asks]
 
 
 @pytest.mark.slow
@@ -466,3 +475,27 @@ def test_the_flag_names_model_class_and_map(model: Path, head_map: Path, tmp_pat
     ):
         with pytest.raises(ValueError, match=message):
             parse([str(model), "--kvgraft-head-paging", *more])
+
+
+@pytest.mark.parametrize("outermost", ["heads", "blocks"])
+def test_caches_of_one_allocation_are_streams_of_one_pool(outermost: str):
+    whole = torch.zeros(5, BLOCKS, 1, BLOCK, 2 * HEAD_DIM)  # of five heads
+    if outermost == "blocks":
+        whole = torch.zeros(BLOCKS, 5, 1, BLOCK, 2 * HEAD_DIM).transpose(0, 1)
+    pool = LocalPool.of([whole[4], whole[1], whole[2]])
+    keys, values = (torch.randn(3, 2, HEAD_DIM) for _ in "kv")
+    slots = torch.tensor([[70, -1], [3, 64], [BLOCK * BLOCKS - 1, 0]])
+    pool.write(keys, values, slots)
+    for head, number in enumerate((4, 1, 2)):
+        rows = whole[number].reshape(-1, 2 * HEAD_DIM)
+        written = torch.cat((keys[head], values[head]), dim=-1)
+        assert rows[slots[head].clamp(min=0)].equal(written)
+        at = slots[head].clamp(min=0) // BLOCK * pool.stride + slots[head].clamp(min=0) % BLOCK
+        assert pool.rows.flatten(0, 1)[at + pool.streams[head] * pool.rows.shape[1]].equal(written)
+    assert int(whole.abs().sum(-1).ne(0).sum()) == slots.numel()
+
+
+def test_caches_of_several_allocations_are_refused():
+    caches = [torch.zeros(BLOCKS, 1, BLOCK, 2 * HEAD_DIM) for _ in range(2)]
+    with pytest.raises(ValueError, match="not rows of tokens in one allocation"):
+        LocalPool.of(caches)

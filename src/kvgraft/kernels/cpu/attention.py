@@ -288,6 +288,9 @@ def _copy(
     """Copy keys and values [h, slots, d] at slots [t] to [h, t, d]. The result is valid until the
     next copy of the same size.
     """
+    if not keys.is_contiguous():
+        # `index_select` would first copy the whole pool, as in vLLM, whose rows have key and value
+        return keys[:, slots], values[:, slots]
     shape = (keys.shape[0], slots.numel(), keys.shape[2])
     keys_room, values_room = (layout.room(use, shape, keys.dtype) for use in ("keys", "values"))
     return torch.index_select(keys, 1, slots, out=keys_room), torch.index_select(

@@ -1,15 +1,22 @@
 """Attention by KV head: layers of one head each, and the attention of local heads.
 
 Local heads use our kernel on every platform, since stock kernels would read blocks that were freed.
+One call serves all local heads of a layer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 
 from kvgraft.kernels.dispatch import segpaged_attention
@@ -21,7 +28,8 @@ from kvgraft.vllm.groups import NULL_PAGE
 from kvgraft.vllm.heads.spec import SinkWindowSpec
 from kvgraft.vllm.lengths import lengths_of
 
-ONE_HEAD = LayerHeads((0,), (0,), (True,))
+# operator that attends for the local heads of a layer
+ATTEND_LOCAL = "vllm::kvgraft_attend_local"
 
 
 class LocalBackend(AttentionBackend):
@@ -66,16 +74,21 @@ class LocalMetadata:
     window: int
 
     @memoised
-    def layout(self, stride: int) -> AttentionLayout:
+    def layout(self, stride: int, *others: "LocalMetadata") -> AttentionLayout:
         """Return the queries and the rows that they read; a block begins every `stride` rows.
 
         Blocks that a table no longer holds are not read.
+
+        Args:
+            others: metadata of the same queries for heads with other block tables. The layout has a
+                page list for each table, this one's first.
         """
         slots = []
-        for pages in self.pages:
+        for tables in zip(self.pages, *(other.pages for other in others), strict=True):
+            pages = torch.stack(tables)[..., None]
             offsets = torch.arange(self.block_size, device=pages.device)
-            found = (pages[:, None] * stride + offsets).masked_fill(pages[:, None] == NULL_PAGE, -1)
-            slots.append(found.flatten()[None])
+            found = (pages * stride + offsets).masked_fill(pages == NULL_PAGE, -1)
+            slots.append(found.flatten(1))
         return AttentionLayout.of(self.positions, slots, self.sinks, self.window)
 
 
@@ -109,10 +122,7 @@ class LocalBuilder(AttentionMetadataBuilder[LocalMetadata]):
 
 
 class LocalImpl(AttentionImpl[LocalMetadata]):
-    """Attention of one KV head to sinks and a window.
-
-    The cache holds each key next to its value.
-    """
+    """Implementation of one local head. `HeadAttention` attends for all of a layer together."""
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: Any,
@@ -125,34 +135,12 @@ class LocalImpl(AttentionImpl[LocalMetadata]):
     def do_kv_cache_update(
         self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write key and value [n, 1, d] to their slots.
+        """Write key and value [n, 1, d] to their slots."""
+        keys, values = (rows[: slot_mapping.numel()].transpose(0, 1) for rows in (key, value))
+        LocalPool.of([kv_cache]).write(keys, values, slot_mapping.long()[None])
 
-        Padding goes to the null block, which is never read.
-        """
-        rows, stride, size = _rows_of(kv_cache)
-        slots, count = slot_mapping.long().clamp(min=0), slot_mapping.numel()
-        rows[slots // size * stride + slots % size] = torch.cat(
-            (key[:count, 0], value[:count, 0]), dim=-1
-        )
-
-    def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor, output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Attend as in vLLM: query and output are [n, heads, d]."""
-        # vLLM passes no metadata when it warms up.
-        if attn_metadata is None:
-            return output
-        rows, stride, _ = _rows_of(kv_cache)
-        keys, values = rows[None].chunk(2, dim=-1)
-        layout = attn_metadata.layout(stride)
-        count = sum(context.positions.numel() for context in layout.contexts)
-        output[:count] = segpaged_attention(
-            query[:count], keys, values, ONE_HEAD, layout, self.scale
-        )
-        return output
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        raise NotImplementedError("local heads of a layer attend together")
 
 
 class LocalAttention(Attention):
@@ -174,8 +162,65 @@ class LocalAttention(Attention):
         )
 
 
+@dataclass(frozen=True, eq=False)
+class LocalPool:
+    """Caches of a layer's local heads as streams of one pool.
+
+    vLLM keeps all caches in one allocation. In each, the tokens of a block follow each other, the
+    key of a token next to its value.
+
+    Attributes:
+        rows: [streams, n, 2 d], a view of the allocation.
+        streams: stream of each head.
+        stride: rows from one block of a head to the next.
+        block_size: tokens per block.
+    """
+
+    rows: Tensor
+    streams: tuple[int, ...]
+    stride: int
+    block_size: int
+
+    @classmethod
+    def of(cls, caches: Sequence[Tensor]) -> "LocalPool":
+        """Return the pool of caches [blocks, 1, N, 2 d].
+
+        Raises:
+            ValueError: they are not rows of tokens in one allocation.
+        """
+        like = caches[0]
+        _, _, size, width = like.shape
+        stride, odd = divmod(like.stride(0), width)
+        offsets = [cache.storage_offset() for cache in caches]
+        base, end = min(offsets), like.untyped_storage().nbytes() // like.element_size()
+        # rows from one stream to the next
+        unit, rest = divmod(gcd(*(offset - base for offset in (*offsets, end))), width)
+        same = {(cache.untyped_storage().data_ptr(), cache.stride()) for cache in caches}
+        if odd or rest or len(same) > 1 or like.stride()[2:] != (width, 1):
+            raise ValueError(
+                f"KV caches of shape {tuple(like.shape)} and strides {like.stride()} are not rows "
+                "of tokens in one allocation"
+            )
+
+        shape = (end - base) // (unit * width), unit, width
+        rows = like.as_strided(shape, (unit * width, width, 1), base)
+        streams = tuple((offset - base) // (unit * width) for offset in offsets)
+        return cls(rows, streams, stride, size)
+
+    def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Write keys and values [heads, n, d] to vLLM's slots int64 [heads, n].
+
+        Padding goes to the null block, which is never read.
+        """
+        slots = slots.clamp(min=0)
+        rows = slots // self.block_size * self.stride + slots % self.block_size
+        firsts = torch.tensor(self.streams, device=slots.device)[:, None] * self.rows.shape[1]
+        self.rows.flatten(0, 1)[firsts + rows] = torch.cat((keys, values), dim=-1)
+
+
 class HeadAttention(nn.Module):
-    """Attention of a decoder layer, KV head by KV head.
+    """Attention of a decoder layer by KV head: the local heads in one call of our kernel, each
+    other head in a call of its backend.
 
     Args:
         whole: vLLM's attention layer that this replaces.
@@ -186,21 +231,23 @@ class HeadAttention(nn.Module):
 
     def __init__(self, whole: Attention, head_map: HeadMap, layer: int, cache_config: Any) -> None:
         super().__init__()
-        del get_current_vllm_config().compilation_config.static_forward_context[whole.layer_name]
         groups = whole.num_heads // whole.num_kv_heads
-        self.query_size, self.key_size = groups * whole.head_size, whole.head_size
-        heads: list[Attention] = []
+        self.scale, self.layer_name = float(whole.impl.scale), whole.layer_name
+        is_local = head_map.heads(layer, HeadClass.LOCAL)
+        self.local = tuple(head for head, local in enumerate(is_local) if local)
+        self._pool: tuple[Tensor, LocalPool] | None = None
 
-        for head, head_class in enumerate(head_map.classes[layer]):
+        heads: list[Attention] = []
+        for head, local in enumerate(is_local):
             arguments: dict[str, Any] = {
                 "num_heads": groups,
                 "head_size": whole.head_size,
-                "scale": whole.impl.scale,
+                "scale": self.scale,
                 "num_kv_heads": 1,
                 "cache_config": cache_config,
-                "prefix": f"{whole.layer_name}.kv_head_{head}",
+                "prefix": f"{self.layer_name}.kv_head_{head}",
             }
-            if head_class is HeadClass.LOCAL:
+            if local:
                 heads.append(
                     LocalAttention(**arguments, sinks=head_map.sinks, window=head_map.window)
                 )
@@ -208,38 +255,70 @@ class HeadAttention(nn.Module):
                 heads.append(Attention(**arguments))
 
         self.heads = nn.ModuleList(heads)
+        # `attend_local` finds this layer by its name
+        get_current_vllm_config().compilation_config.static_forward_context[self.layer_name] = self
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend as `Attention` does: [n, Hq d] and twice [n, Hkv d] -> [n, Hq d]."""
-        parts = (
-            query.split(self.query_size, dim=-1),
-            key.split(self.key_size, dim=-1),
-            value.split(self.key_size, dim=-1),
-        )
-        attended = [
-            attention(*(part.contiguous() for part in own))
-            for attention, *own in zip(self.heads, *parts, strict=True)
-        ]
-        return torch.cat(attended, dim=-1)
+        # [n, Hkv, G d or d]
+        parts = [rows.unflatten(-1, (len(self.heads), -1)) for rows in (query, key, value)]
+        output = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+        if self.local:
+            torch.ops.vllm.kvgraft_attend_local(*parts, output, self.layer_name)
+        for head, attention in enumerate(self.heads):
+            if head not in self.local:
+                output[:, head] = attention(*(rows[:, head].contiguous() for rows in parts))
+        return output.flatten(1)
+
+    def attend_local(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        """Store the KV of the local heads, and write their attention into the output.
+
+        Args:
+            query, output: [n, Hkv, G d].
+            key, value: [n, Hkv, d].
+        """
+        contexts = [get_attention_context(self.heads[head].layer_name) for head in self.local]
+        metadata, _, caches, slots = zip(*contexts, strict=True)
+        # vLLM gives none when it warms up.
+        if slots[0] is None or not caches[0].numel():
+            return
+
+        if self._pool is None or self._pool[0] is not caches[0]:
+            self._pool = caches[0], LocalPool.of(caches)
+        pool, count = self._pool[1], slots[0].numel()
+        keys, values = (rows[:count, self.local].transpose(0, 1) for rows in (key, value))
+        pool.write(keys, values, torch.stack(slots).long())
+        if metadata[0] is None:
+            return
+
+        # one page list for each group of heads with the same block tables
+        tables = list(dict.fromkeys(metadata))
+        lists = tuple(map(tables.index, metadata))
+        heads = LayerHeads(pool.streams, lists, (True,) * len(lists))
+        layout = tables[0].layout(pool.stride, *tables[1:])
+        count = layout.rows[-1].stop
+        asking = query[:count, self.local].reshape(count, -1, key.shape[-1])
+        pool_keys, pool_values = pool.rows.chunk(2, dim=-1)
+        attended = segpaged_attention(asking, pool_keys, pool_values, heads, layout, self.scale)
+        output[:count, self.local] = attended.view(count, len(self.local), -1)
 
 
-def _rows_of(kv_cache: Tensor) -> tuple[Tensor, int, int]:
-    """Return a cache [blocks, 1, N, 2 d] as rows of tokens [rows, 2 d], with its strides.
+def attend_local(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: str
+) -> None:
+    """Call `HeadAttention.attend_local` of a layer: an operator for compiled models."""
+    get_forward_context().no_compile_layers[layer_name].attend_local(query, key, value, output)
 
-    Returns:
-        The rows, the number of rows from one block to the next, and N.
 
-    Raises:
-        ValueError: the cache is not rows of tokens.
-    """
-    blocks, _, size, width = kv_cache.shape
-    stride, odd = divmod(kv_cache.stride(0), kv_cache.stride(2))
-    if odd or kv_cache.stride(3) != 1:
-        raise ValueError(
-            f"blocks of a KV cache of strides {kv_cache.stride()} are no rows of tokens"
-        )
-    return (
-        kv_cache.as_strided(((blocks - 1) * stride + size, width), (kv_cache.stride(2), 1)),
-        stride,
-        size,
-    )
+def _attend_local_fake(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: str
+) -> None:
+    """Stand for `attend_local` while a model is traced."""
+
+
+direct_register_custom_op(
+    op_name="kvgraft_attend_local",
+    op_func=eager_break_during_capture(attend_local),
+    mutates_args=["output"],
+    fake_impl=_attend_local_fake,
+)

@@ -8,7 +8,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from kvgraft.vllm.compat import HEAD_MAP
 from kvgraft.vllm.compat.support import check_head_map
-from kvgraft.vllm.heads.attention import HeadAttention
+from kvgraft.vllm.heads.attention import ATTEND_LOCAL, HeadAttention
 
 
 class _ByHead:
@@ -17,6 +17,9 @@ class _ByHead:
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         head_map = check_head_map(vllm_config, vllm_config.additional_config.get(HEAD_MAP))
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        # As attention operators do, this one divides a graph whose parts CUDA graphs capture.
+        if splitting := vllm_config.compilation_config.splitting_ops:
+            splitting.append(ATTEND_LOCAL)
         for index, layer in enumerate(self.model.layers):  # type: ignore[attr-defined]
             whole = layer.self_attn.attn
             layer.self_attn.attn = HeadAttention(whole, head_map, index, vllm_config.cache_config)
