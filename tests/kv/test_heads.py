@@ -98,3 +98,12 @@ def test_local_pages_are_known_while_both_sides_hold_their_content():
     pool.release([page])
     pool._drop([page])  # another text will lie there
     assert known.of(np.array([page])).tolist() == [[-1, -1]]
+
+
+def test_each_rank_has_the_same_number_of_local_heads():
+    given = HeadMap("m", 3, 10, ((L, L, L, R), (L, L, L, L), (G, R, L, L)))
+    assert given.levelled(1) == given
+    assert given.levelled(2).classes == ((L, G, L, R), (L, L, L, L), (G, R, G, G))
+    assert given.levelled(4).classes == ((G, G, G, R), (L, L, L, L), (G, R, G, G))
+    assert given.levelled(8) == given.levelled(4)  # two ranks have the same head
+    assert given.levelled(2).levelled(2) == given.levelled(2)

@@ -390,7 +390,7 @@ def test_what_cannot_work_is_refused_with_every_reason(model: Path, head_map: Pa
     )
     theirs = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     for changes, reason in (
-        ({"tensor_parallel_size": 2}, "2 ranks: all would have to have heads of the same classes"),
+        ({"pipeline_parallel_size": 2}, "2 pipeline stages: they would have other heads"),
         ({"kv_transfer_config": theirs}, "KV connector 'ExampleConnector'"),
         ({"kv_cache_dtype": "fp8"}, "KV cache dtype fp8"),
         ({"disable_hybrid_kv_cache_manager": True}, "the hybrid KV cache manager off"),

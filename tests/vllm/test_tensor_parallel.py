@@ -9,7 +9,8 @@ import warm
 from engines import ALONE, TWO_RANKS
 
 from kvgraft.engine.text import load_tokenizer
-from kvgraft.vllm.compat import FLOW
+from kvgraft.kv.heads import HEAD_MAP_FILE, HeadMap
+from kvgraft.vllm.compat import FLOW, HEAD_MAP
 from kvgraft_lab.testbed import MODEL_DIR
 from kvgraft_lab.testbed.scenarios import make_scenarios
 
@@ -111,6 +112,40 @@ def test_two_ranks_graft_and_recompute(one_and_two: list[tuple[Asked, Asked]]):
     assert any(apart), "grafts are read"
     kept = {asked["samkv"]["report"]["kept_tokens"] for _, asked in one_and_two}
     assert len(kept) == len(one_and_two)  # as Eq. 2 and 3 say
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores, one for each rank")
+def test_each_rank_keeps_sinks_and_windows_of_its_own_local_heads(tmp_path: Path):
+    names = ("naive", "everything", "by head", "off")
+    job = make_job(1) | {"options": [POLICIES[name] for name in names], "settings": {}}
+    given = HeadMap.load(MODEL_DIR / HEAD_MAP_FILE)
+    levelled = given.levelled(2)
+    assert 0 < levelled.num_kept != given.num_kept  # ranks would differ
+    paths = [tmp_path / f"{ranks}.json" for ranks in (1, 2)]
+    for found, path in zip((levelled, given), paths, strict=True):
+        found.save(path)
+
+    def ask(ranks: int, path: Path) -> list[dict[str, Any]]:
+        engine = {
+            "tensor_parallel_size": ranks,
+            "hf_overrides": {"architectures": ["KVGraftByHeadLlamaForCausalLM"]},
+            "additional_config": {HEAD_MAP: str(path)},
+            "prefix_cache_retention_interval": None,
+        }
+        settings = {"head_map": str(path)}
+        environment = TWO_RANKS if ranks > 1 else ALONE
+        wanted = job | {"engine": engine, "settings": settings}
+        [answers] = warm.run(ENGINE, wanted, **environment)
+        return answers
+
+    one, two = (ask(ranks, path) for ranks, path in zip((1, 2), paths, strict=True))
+    for name, alone, split in zip(names, one, two, strict=True):
+        assert split["tokens"] == alone["tokens"]
+        assert split["logprobs"] == pytest.approx(alone["logprobs"], abs=LOGPROBS_TOLERANCE)
+        for key in ("grafted_tokens", "recomputed_tokens", "reason"):
+            assert split["report"][key] == alone["report"][key]
+        assert (split["report"]["grafted_tokens"] > 0) == (name != "off")
+    assert two[1]["tokens"] == two[3]["tokens"]
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores, one for each rank")

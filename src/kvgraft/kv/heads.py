@@ -8,6 +8,7 @@ streams share one list, as in any paged cache.
 """
 
 import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -87,9 +88,32 @@ class HeadMap(ModelProfile, frozen=True, forbid_unknown_fields=True):
         )
         return hashlib.sha256(msgspec.json.encode(kept)).hexdigest()
 
+    def levelled(self, parts: int) -> "HeadMap":
+        """Return a map in which each of `parts` equal parts of a layer's heads has the same number
+        of local heads, for tensor-parallel ranks with one block table for all.
+
+        The last local heads of the other parts are global instead.
+        """
+        rows = []
+        for row in self.classes:
+            size = max(1, len(row) // parts)
+            starts = range(0, len(row), size)
+            least = min(row[at : at + size].count(HeadClass.LOCAL) for at in starts)
+            rows.append(
+                tuple(kind for at in starts for kind in _keeping(row[at : at + size], least))
+            )
+        return msgspec.structs.replace(self, classes=tuple(rows))
+
     def heads(self, layer: int, *classes: HeadClass) -> tuple[bool, ...]:
         """Return for each KV head of a layer whether it is of one of these classes."""
         return tuple(found in classes for found in self.classes[layer])
+
+
+def _keeping(classes: Sequence[HeadClass], num_local: int) -> Iterator[HeadClass]:
+    """Yield the classes of heads, of which only the first `num_local` local ones stay local."""
+    for kind in classes:
+        num_local -= kind is HeadClass.LOCAL
+        yield HeadClass.GLOBAL if kind is HeadClass.LOCAL and num_local < 0 else kind
 
 
 @dataclass(frozen=True)

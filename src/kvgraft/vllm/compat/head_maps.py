@@ -7,7 +7,7 @@ from vllm.config import VllmConfig
 
 from kvgraft.engine.profiles import load_head_map
 from kvgraft.kv.heads import HeadMap
-from kvgraft.vllm.compat.families import IN_STEPS, architecture_of, is_plain
+from kvgraft.vllm.compat.families import IN_STEPS, architecture_of, is_by_head, is_plain
 from kvgraft.vllm.settings import KVGraftSettings
 
 
@@ -21,6 +21,8 @@ def works_by_head(config: VllmConfig) -> bool:
 def find_head_map(config: VllmConfig) -> HeadMap | None:
     """Return the head map of the settings, or one that lies with the weights and fits them.
 
+    With per-head KV eviction its heads are of the classes that vLLM keeps on this number of ranks.
+
     Returns:
         None if there is none.
 
@@ -29,7 +31,10 @@ def find_head_map(config: VllmConfig) -> HeadMap | None:
     """
     model = config.model_config
     shape = model.get_num_layers(config.parallel_config), model.get_total_num_kv_heads()
-    return load_head_map(KVGraftSettings.of(config).head_map, Path(model.model), *shape)
+    found = load_head_map(KVGraftSettings.of(config).head_map, Path(model.model), *shape)
+    if found is None or not is_by_head(config):
+        return found
+    return found.levelled(config.parallel_config.tensor_parallel_size)
 
 
 def map_of_rank(head_map: HeadMap, config: VllmConfig, rank: int) -> HeadMap:

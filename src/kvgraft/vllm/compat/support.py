@@ -148,7 +148,8 @@ def check_connector(config: VllmConfig) -> None:
 
 
 def check_head_map(config: VllmConfig, path: str | None) -> HeadMap:
-    """Return the map of a model whose local heads vLLM keeps as sinks and windows.
+    """Return the map of a model whose local heads vLLM keeps as sinks and windows. Each
+    tensor-parallel rank has the same number of local heads in it (`HeadMap.levelled`).
 
     Raises:
         UnsupportedConfiguration: the message names every reason.
@@ -168,7 +169,7 @@ def check_head_map(config: VllmConfig, path: str | None) -> HeadMap:
         model.get_num_layers(config.parallel_config),
         model.get_total_num_kv_heads(),
     )
-    return head_map
+    return head_map.levelled(config.parallel_config.tensor_parallel_size)
 
 
 def _head_reasons(config: VllmConfig, path: str | None) -> Iterator[str]:
@@ -177,8 +178,10 @@ def _head_reasons(config: VllmConfig, path: str | None) -> Iterator[str]:
         yield "no head map: name one in additional_config"
 
     parallel = config.parallel_config
-    if parallel.world_size > 1:
-        yield f"{parallel.world_size} ranks: all would have to have heads of the same classes"
+    if parallel.pipeline_parallel_size > 1:
+        yield f"{parallel.pipeline_parallel_size} pipeline stages: they would have other heads"
+    if parallel.decode_context_parallel_size > 1:
+        yield "decode context parallelism: ranks would have parts of a window"
 
     transfer = config.kv_transfer_config
     if transfer is not None and transfer.kv_connector != CONNECTOR:

@@ -224,7 +224,7 @@ class HeadAttention(nn.Module):
 
     Args:
         whole: vLLM's attention layer that this replaces.
-        head_map: classes of the KV heads.
+        head_map: classes of this rank's KV heads.
         layer: number of the decoder layer.
         cache_config: vLLM's cache configuration.
     """
@@ -238,6 +238,8 @@ class HeadAttention(nn.Module):
         self._pool: tuple[Tensor, LocalPool] | None = None
 
         heads: list[Attention] = []
+        # A name says the class of a head on every rank, because all ranks have one block table.
+        names = sorted(range(len(is_local)), key=lambda head: not is_local[head])
         for head, local in enumerate(is_local):
             arguments: dict[str, Any] = {
                 "num_heads": groups,
@@ -245,7 +247,7 @@ class HeadAttention(nn.Module):
                 "scale": self.scale,
                 "num_kv_heads": 1,
                 "cache_config": cache_config,
-                "prefix": f"{self.layer_name}.kv_head_{head}",
+                "prefix": f"{self.layer_name}.kv_head_{names.index(head)}",
             }
             if local:
                 heads.append(
