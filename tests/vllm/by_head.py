@@ -68,6 +68,7 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     return {
         "rounds": rounds, "groups": groups, "blocks": total, "left": left, "refs": sum(counts),
         "most_decoding": most, "preempted": preempted,
+        "additional_config": engine.vllm_config.additional_config,
     }  # fmt: skip
 
 

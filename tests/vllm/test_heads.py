@@ -19,7 +19,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.server.arguments import parse
-from kvgraft.vllm.compat import FLOW, support, transfer_config
+from kvgraft.vllm.compat import FLOW, HEAD_MAP_DIGEST, support, transfer_config
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_head_map
 from kvgraft.vllm.heads.attention import LocalPool
 from kvgraft.vllm.heads.spec import SinkWindowSpec
@@ -117,7 +117,35 @@ def test_answers_are_those_of_the_native_engine(
 def test_a_compiled_model_attends_by_head(model: Path, head_map: Path, native: Engine):
     asks = [(words(300, 2), 20), (words(90, 3), 20)]
     said = run(model, settings_of(head_map, enforce_eager=False), [asks])
+    assert said["additional_config"][HEAD_MAP_DIGEST] == HeadMap.load(head_map).digest
     assert said["rounds"][0]["tokens"] == [expected(native, *ask) for ask in asks]
+
+
+@pytest.mark.slow
+def test_layers_of_one_local_head_get_the_changes_that_a_policy_spreads(tmp_path: Path):
+    """As where each tensor-parallel rank has one KV head."""
+    shape = {"num_hidden_layers": 6, "num_key_value_heads": 1, "num_attention_heads": 4}
+    model = make_model(tmp_path / "one", "qwen3", max_position_embeddings=4096, **shape)
+    path = model / "heads.json"
+    make_head_map(model, window=WINDOW, sinks=SINKS).save(path)
+    policies = ["spread", "spread:spread_share=0.0"]
+    prompt = MOVED[: 7 + 17 * BLOCK] + words(20, 9)
+    engine = {"model": str(model), "num_gpu_blocks_override": 300} | settings_of(path)
+    [found] = graft([prompt], [{"policy": name} for name in policies], [KNOWN], engine=engine)
+
+    native = Engine(model, dtype="float32", head_map=path, head_paging=True, block_size=BLOCK)
+    native.generate([Request(KNOWN, "full", SamplingParams(max_tokens=1))])
+    sampling = SamplingParams(max_tokens=16, ignore_eos=True)
+    for name, one in zip(policies, found, strict=True):
+        asked = Request(prompt, name, sampling, remember=False, return_logits=True)
+        [answer] = native.generate([asked])
+        assert one["report"]["grafted_tokens"] == answer.report.grafted_tokens > 500
+        assert one["tokens"] == answer.token_ids
+        assert answer.logits is not None
+        chosen = torch.tensor(answer.token_ids)[:, None]
+        expected_logprobs = answer.logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist()
+        assert one["logprobs"] == pytest.approx(expected_logprobs, abs=1e-4)
+    assert found[0]["logprobs"] != pytest.approx(found[1]["logprobs"], abs=1e-4)
 
 
 @pytest.mark.slow

@@ -40,8 +40,8 @@ class DiskTier:
     written it.
 
     `_lock` guards all that this process knows of the directory. It is held while a payload is read,
-    so that no other thread removes it meanwhile. It is never held while the writer's thread changes
-    the directory (with `_catalogue`, its own connection).
+    at most `READ_S`, so that no other thread removes it meanwhile. It is never held while the
+    writer's thread changes the directory (with `_catalogue`, its own connection).
 
     Args:
         directory: private to this user; several processes may use it.

@@ -180,9 +180,13 @@ class TimedReads:
             except BaseException as error:  # raised again where it is waited for
                 done.set_exception(error)
 
-        self._late = done
         Thread(target=work, name="kvgraft-read", daemon=True).start()
-        return done.result(self._limit_s)
+        self._late = done
+        try:
+            return done.result(self._limit_s)
+        finally:
+            if done.done():
+                self._late = None
 
 
 class PayloadFiles:

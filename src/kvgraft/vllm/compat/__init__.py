@@ -16,6 +16,8 @@ CONNECTOR, CONNECTOR_MODULE = "KVGraftConnector", "kvgraft.vllm.connector"
 BY_HEAD = "KVGraftByHead"
 # key in vLLM's additional_config: path of the head map
 HEAD_MAP = "kvgraft_head_map"
+# its digest, for caches of compiled models
+HEAD_MAP_DIGEST = "kvgraft_head_map_digest"
 # key in vLLM's additional_config: the flow that decode steps follow
 FLOW = "kvgraft_flow"
 # key in vLLM's additional_config: `allow_untested` for a server with a head map

@@ -514,7 +514,8 @@ class ModelHost(DecoderCaches):
     def _stores_apart(self, index: int) -> bool:
         """Return True if a layer stores KV in its one cache before its backend is called."""
         first, *others = (self.attentions[at] for at in self.attentions_of(index))
-        return not (others or self.is_latent or first.attn_backend.forward_includes_kv_cache_update)
+        by_backend = first.attn_backend.forward_includes_kv_cache_update
+        return not (others or self.head_paging or self.is_latent or by_backend)
 
     @contextmanager
     def _watch(self, index: int, seen: Callable[..., None]) -> Iterator[None]:

@@ -28,6 +28,8 @@ from kvgraft.vllm.groups import NULL_PAGE
 from kvgraft.vllm.heads.spec import SinkWindowSpec
 from kvgraft.vllm.lengths import lengths_of
 
+# attribute of a local head's cache: where all local heads of its layer are
+PLACES = "kvgraft_places"
 # operator that attends for the local heads of a layer
 ATTEND_LOCAL = "vllm::kvgraft_attend_local"
 
@@ -172,12 +174,14 @@ class LocalPool:
     Attributes:
         rows: [streams, n, 2 d], a view of the allocation.
         streams: stream of each head.
+        firsts: int64 [heads, 1], first row of each head's stream in `rows` end to end.
         stride: rows from one block of a head to the next.
         block_size: tokens per block.
     """
 
     rows: Tensor
     streams: tuple[int, ...]
+    firsts: Tensor
     stride: int
     block_size: int
 
@@ -191,8 +195,9 @@ class LocalPool:
         like = caches[0]
         _, _, size, width = like.shape
         stride, odd = divmod(like.stride(0), width)
-        offsets = [cache.storage_offset() for cache in caches]
-        base, end = min(offsets), like.untyped_storage().nbytes() // like.element_size()
+        offsets = [int(cache.storage_offset()) for cache in caches]
+        base, end = min(offsets), int(like.untyped_storage().nbytes()) // like.element_size()
+        end -= (end - base) % width  # ROCm pads the allocation
         # rows from one stream to the next
         unit, rest = divmod(gcd(*(offset - base for offset in (*offsets, end))), width)
         same = {(cache.untyped_storage().data_ptr(), cache.stride()) for cache in caches}
@@ -205,7 +210,8 @@ class LocalPool:
         shape = (end - base) // (unit * width), unit, width
         rows = like.as_strided(shape, (unit * width, width, 1), base)
         streams = tuple((offset - base) // (unit * width) for offset in offsets)
-        return cls(rows, streams, stride, size)
+        firsts = torch.tensor(streams, device=like.device)[:, None] * unit
+        return cls(rows, streams, firsts, stride, size)
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Write keys and values [heads, n, d] to vLLM's slots int64 [heads, n].
@@ -214,8 +220,7 @@ class LocalPool:
         """
         slots = slots.clamp(min=0)
         rows = slots // self.block_size * self.stride + slots % self.block_size
-        firsts = torch.tensor(self.streams, device=slots.device)[:, None] * self.rows.shape[1]
-        self.rows.flatten(0, 1)[firsts + rows] = torch.cat((keys, values), dim=-1)
+        self.rows.flatten(0, 1)[self.firsts + rows] = torch.cat((keys, values), dim=-1)
 
 
 class HeadAttention(nn.Module):
@@ -235,7 +240,6 @@ class HeadAttention(nn.Module):
         self.scale, self.layer_name = float(whole.impl.scale), whole.layer_name
         is_local = head_map.heads(layer, HeadClass.LOCAL)
         self.local = tuple(head for head, local in enumerate(is_local) if local)
-        self._pool: tuple[Tensor, LocalPool] | None = None
 
         heads: list[Attention] = []
         # A name says the class of a head on every rank, because all ranks have one block table.
@@ -285,10 +289,9 @@ class HeadAttention(nn.Module):
         if slots[0] is None or not caches[0].numel():
             return
 
-        if self._pool is None or self._pool[0] is not caches[0]:
-            self._pool = caches[0], LocalPool.of(caches)
-        pool, count = self._pool[1], slots[0].numel()
-        keys, values = (rows[:count, self.local].transpose(0, 1) for rows in (key, value))
+        pool, own = self._places_of(caches)
+        count = slots[0].numel()
+        keys, values = (rows[:count, own].transpose(0, 1) for rows in (key, value))
         pool.write(keys, values, torch.stack(slots).long())
         if metadata[0] is None:
             return
@@ -298,11 +301,28 @@ class HeadAttention(nn.Module):
         lists = tuple(map(tables.index, metadata))
         heads = LayerHeads(pool.streams, lists, (True,) * len(lists))
         layout = tables[0].layout(pool.stride, *tables[1:])
+        if not layout.contexts:
+            return
         count = layout.rows[-1].stop
-        asking = query[:count, self.local].reshape(count, -1, key.shape[-1])
+        asking = query[:count, own].reshape(count, -1, key.shape[-1])
         pool_keys, pool_values = pool.rows.chunk(2, dim=-1)
         attended = segpaged_attention(asking, pool_keys, pool_values, heads, layout, self.scale)
-        output[:count, self.local] = attended.view(count, len(self.local), -1)
+        output[:count, own] = attended.view(count, len(self.local), -1)
+
+    def _places_of(self, caches: Sequence[Any]) -> tuple[LocalPool, slice | Tensor]:
+        """Return the pool of the local heads' caches, and the index of these heads.
+
+        Both are on the device and kept with the first cache, so that they end with it.
+        """
+        found: tuple[LocalPool, slice | Tensor] | None = getattr(caches[0], PLACES, None)
+        if found is None:
+            first, last = self.local[0], self.local[-1]
+            own: slice | Tensor = slice(first, last + 1)
+            if last - first + 1 != len(self.local):
+                own = torch.tensor(self.local, device=caches[0].device)
+            found = LocalPool.of(caches), own
+            setattr(caches[0], PLACES, found)
+        return found
 
 
 def attend_local(

@@ -7,7 +7,7 @@ from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-from kvgraft.vllm.compat import HEAD_MAP
+from kvgraft.vllm.compat import HEAD_MAP, HEAD_MAP_DIGEST
 from kvgraft.vllm.compat.head_maps import map_of_rank
 from kvgraft.vllm.compat.support import check_head_map
 from kvgraft.vllm.heads.attention import ATTEND_LOCAL, HeadAttention
@@ -21,8 +21,11 @@ class _ByHead:
         head_map = map_of_rank(whole, vllm_config, get_tensor_model_parallel_rank())
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         # As attention operators do, this one divides a graph whose parts CUDA graphs capture.
-        if splitting := vllm_config.compilation_config.splitting_ops:
+        splitting = vllm_config.compilation_config.splitting_ops
+        if splitting and ATTEND_LOCAL not in splitting:
             splitting.append(ATTEND_LOCAL)
+        # Compiled graphs depend on the classes, and vLLM caches them by its configuration.
+        vllm_config.additional_config[HEAD_MAP_DIGEST] = whole.digest
         for index, layer in enumerate(self.model.layers):  # type: ignore[attr-defined]
             layer.self_attn.attn = HeadAttention(
                 layer.self_attn.attn, head_map, index, vllm_config.cache_config
