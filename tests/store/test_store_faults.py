@@ -27,7 +27,7 @@ from chunks import (
     share,
 )
 from kvgraft.core.matches import MatchQuery
-from kvgraft.store import SegmentStore, StoreDirectory, disk, files
+from kvgraft.store import SegmentStore, StoreDirectory, files
 from kvgraft.store.catalogue import Catalogue, CatalogueDamaged
 from kvgraft.store.files import CATALOGUE
 
@@ -109,7 +109,7 @@ def test_a_disk_that_does_not_answer_is_waited_for_once_and_used_again_when_it_d
         return read(self, *given)
 
     monkeypatch.setattr(files.PayloadFiles, "read", hang)
-    monkeypatch.setattr(disk, "READ_S", 0.2)
+    monkeypatch.setattr(files, "READ_S", 0.2)
     with open_store(directory) as store:
         assert not any(holds(store, make_chunk(seed)) for seed in SEEDS)
         assert store.counts["late"] == len(SEEDS)

@@ -20,7 +20,6 @@ from kvgraft.store.files import (
     BadPayload,
     DirectoryLock,
     PayloadFiles,
-    TimedReads,
     digest_of,
     encode,
     private_directory,
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NOTED_USES = 64  # uses that are written together
-READ_S = 5.0  # longest time to read a chunk; meanwhile the engine's steps may wait
 logger = logging.getLogger("kvgraft")
 
 
@@ -40,7 +38,7 @@ class DiskTier:
     written it.
 
     `_lock` guards all that this process knows of the directory. It is held while a payload is read,
-    at most `READ_S`, so that no other thread removes it meanwhile. It is never held while the
+    for a limited time, so that no other thread removes it meanwhile. It is never held while the
     writer's thread changes the directory (with `_catalogue`, its own connection).
 
     Args:
@@ -64,7 +62,6 @@ class DiskTier:
         self._news: dict[bytes, ChunkRecord | Gone] = {}  # changes for the next `poll`
         self._polls = True
         self._files = PayloadFiles(private_directory(directory))
-        self._reads = TimedReads(READ_S)
 
         with contextlib.ExitStack() as opened:
             directory_lock = opened.enter_context(
@@ -125,10 +122,8 @@ class DiskTier:
             row = self.rows.get(record.key)
             if row is None or row.record is not record:
                 return None
-            read = partial(self._files.read, record, row.num_bytes, row.digest)
             try:
-                stored: dict[str, Tensor] = self._reads.run(read)
-                return stored
+                return self._files.read_in_time(record, row.num_bytes, row.digest)
             except TimeoutError:
                 self._counts["late"] += 1
                 return None

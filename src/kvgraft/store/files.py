@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Thread
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 CATALOGUE, LOCK = "catalogue.sqlite", "lock"
 DIGEST_BYTES = 32
+READ_S = 5.0  # longest time to read a chunk; meanwhile the engine's steps may wait
 _METADATA = "kvgraft"  # metadata key of the record, as JSON
 _SUFFIX, _TEMPORARY = ".safetensors", ".tmp"
 
@@ -195,6 +197,7 @@ class PayloadFiles:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._reads = TimedReads(READ_S)
 
     def path(self, key: bytes) -> Path:
         """Path of a chunk's payload."""
@@ -220,6 +223,13 @@ class PayloadFiles:
     def remove(self, key: bytes) -> None:
         """Remove the payload of a chunk, if there is one."""
         self.path(key).unlink(missing_ok=True)
+
+    def read_in_time(
+        self, record: ChunkRecord, num_bytes: int, digest: bytes
+    ) -> dict[str, "Tensor"]:
+        """Return what `read` does, or raise TimeoutError if it takes longer than `READ_S`."""
+        stored: dict[str, Tensor] = self._reads.run(partial(self.read, record, num_bytes, digest))
+        return stored
 
     def read(self, record: ChunkRecord, num_bytes: int, digest: bytes) -> dict[str, "Tensor"]:
         """Read and verify the stored payload of a chunk.
