@@ -65,6 +65,7 @@ def test_layers_are_called_in_the_eager_one_alone(compiled: HostProcess, eager: 
     assert compiled.counted("num_layers") == 0
 
 
+@pytest.mark.soak  # compiles a model twice
 def test_a_multimodal_model_recovers_as_one_from_embeddings(tmp_path: Path):
     """Its compiled forward takes embeddings, and with M-RoPE three positions of each token."""
     multimodal.make_apart("Qwen2.5-VL", tmp_path)

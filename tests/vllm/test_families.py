@@ -23,7 +23,7 @@ REQUESTS = 40
 NATIVE_ROTARY = {"custom_ops": ["all", "-rotary_embedding"]}
 WINDOWED = (*WINDOWED_TEXT, *multimodal.WINDOWED)
 # cases of the tests that take minutes; the others are soaks
-SLOW = [("DeepSeek-V2", ""), ("Gemma 3 with images", ""), ("Qwen2.5-VL", "")]
+SLOW = [("DeepSeek-V2", ""), ("Qwen2.5-VL", "")]
 
 ONE_GROUP, NO_MLA = "one group", "no MLA"
 CASES = [
