@@ -210,8 +210,9 @@ class LocalPool:
         shape = (end - base) // (unit * width), unit, width
         rows = like.as_strided(shape, (unit * width, width, 1), base)
         streams = tuple((offset - base) // (unit * width) for offset in offsets)
-        firsts = torch.tensor(streams, device=like.device)[:, None] * unit
-        return cls(rows, streams, firsts, stride, size)
+        # filled on the device: an upload would wait, in each layer of a recovery
+        firsts = [torch.full((1, 1), stream * unit, device=like.device) for stream in streams]
+        return cls(rows, streams, torch.cat(firsts), stride, size)
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Write keys and values [heads, n, d] to vLLM's slots int64 [heads, n].
