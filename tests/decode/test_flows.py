@@ -112,7 +112,7 @@ def find(text: str) -> Flow:
         (":channel:topk_blocks=9", "unknown flow of .* 'channel'"),
         (
             ":channel_topk:j=9",
-            r"has no option 'j': it has topk_blocks, layers_skip, groups, masked",
+            r"has no option 'j': it has topk_blocks, layers_skip, from_tokens, groups, masked",
         ),
         (":channel_topk:topk_blocks", "option 'topk_blocks' is not option=value"),
     ],

@@ -142,6 +142,22 @@ def test_a_flow_sees_what_the_model_computes(engine: Engine, monkeypatch: pytest
         assert tables[head].tolist() == [blocks[0], *blocks[best].tolist(), *blocks[24:].tolist()]
 
 
+def test_a_flow_begins_at_from_tokens(engine: Engine):
+    answer = {"forced_output": tokens(20, 1), "return_logits": True, "remember": False}
+    dense, sparse, later = (
+        engine.generate([request(400, flow, **answer)])[0].logits
+        for flow in (
+            "dense",
+            "streaming:topk_blocks=1,from_tokens=400",
+            "streaming:topk_blocks=1,from_tokens=411",
+        )
+    )
+    is_dense = [torch.equal(*pair) for pair in zip(dense, later, strict=True)]  # type: ignore[arg-type]
+    # The step that computes token 411 is the first sparse one.
+    assert is_dense == [True] * 11 + [False] * (len(is_dense) - 11)
+    assert not torch.equal(sparse[1], dense[1])  # type: ignore[index]
+
+
 def test_a_given_answer_is_computed_under_the_flow(engine: Engine):
     sparse = "streaming:topk_blocks=1"
     dense, given = (

@@ -78,6 +78,7 @@ def explain(program: Program, kept: int, context: int, itemsize: int = 4) -> Exp
         itemsize: bytes of a number.
     """
     blocks, per_block = context // program.block_size, program.block_size * kept
+    attended = program.most if program.reaches(context) else blocks
     groups = plan(program)
     return Explanation(
         flow=program.flow.name,
@@ -89,7 +90,7 @@ def explain(program: Program, kept: int, context: int, itemsize: int = 4) -> Exp
         context=context,
         fused=_moved(groups, blocks, itemsize),
         unfused=_moved(unfused(program), blocks, itemsize),
-        attended=min(program.most, blocks) * per_block * itemsize,
+        attended=attended * per_block * itemsize,
         dense=blocks * per_block * itemsize,
         sources=_sources(program, groups),
     )

@@ -60,6 +60,7 @@ class Flow(ABC):
         name: name of the flow for users.
         topk_blocks: blocks that the flow chooses for each KV head.
         layers_skip: layers that attend to all blocks; also one layer, or "none".
+        from_tokens: sequences of fewer tokens attend to all blocks.
 
     Raises:
         ValueError: an option out of range.
@@ -71,6 +72,7 @@ class Flow(ABC):
 
     topk_blocks: int = 29
     layers_skip: tuple[int, ...] = (0,)
+    from_tokens: int = 0
 
     def __post_init__(self) -> None:
         given: object = self.layers_skip
@@ -83,6 +85,7 @@ class Flow(ABC):
             )
         object.__setattr__(self, "layers_skip", layers)
         require_at_least("topk_blocks", self.topk_blocks, 1)
+        require_at_least("from_tokens", self.from_tokens, 0)
 
     def create_cache(self, block_size: int, head_dim: int) -> Mapping[str, tuple[int, ...]]:
         """Return the names of the flow's own caches, and the shape of each cache's entry for one
@@ -145,9 +148,17 @@ class Program:
         """True if a step changes what later steps choose."""
         return bool(self.saved)
 
+    @property
+    def first_tokens(self) -> int:
+        """Least number of tokens of a sequence that decodes sparsely.
+
+        It has a block that the flow can leave out, and at least `from_tokens` tokens.
+        """
+        return max(self.most * self.block_size + 1, self.flow.from_tokens)
+
     def reaches(self, num_tokens: int) -> bool:
-        """Return whether a sequence of this length has blocks that the flow can leave out."""
-        return -(-num_tokens // self.block_size) > self.most
+        """Return whether a sequence of this length decodes sparsely."""
+        return num_tokens >= self.first_tokens
 
 
 def trace(flow: Flow, block_size: int, head_dim: int, group: int) -> Program:

@@ -50,6 +50,13 @@ def parse_flow(text: str) -> Flow | None:
     return make("flow", FLOWS, name, options)
 
 
+def with_default(text: str, option: str, value: int) -> str:
+    """Return the text of a flow with an option added, unless the text sets it."""
+    if f"{option}=" in text:
+        return text
+    return f"{text}{',' if '=' in text else ':'}{option}={value}"
+
+
 def _from_file(path: str, rest: str) -> Flow:
     """Return a flow of a file; `rest` holds its name, options, both, or neither."""
     flows = load_flows(Path(path))

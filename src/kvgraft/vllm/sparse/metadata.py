@@ -104,8 +104,8 @@ class SparseBuilder:
     def _sparse(self, common: Any) -> SparseMetadata | None:
         """Return the requests that the step decodes sparsely, or None.
 
-        These are no prefills, and have one token and drafts only. A token with no more blocks than
-        the flow reads at most is left to vLLM.
+        These are no prefills, and have one token and drafts only. A token at which the sequence is
+        shorter than `Program.first_tokens` is left to vLLM.
         """
         program = self.program
         if program is None or common.is_prefilling is None or common.causal is not True:
@@ -127,8 +127,7 @@ class SparseBuilder:
         rows = torch.arange(len(requests))
         # tokens up to each token of the step, itself included
         own = rows + (lengths - starts[1:])[requests] + 1
-        blocks = -(-own // program.block_size)
-        is_sparse = decodes[requests] & (blocks > program.most)
+        is_sparse = decodes[requests] & (own >= program.first_tokens)
         if not is_sparse.any():
             return None
 
