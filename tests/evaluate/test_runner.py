@@ -386,6 +386,53 @@ def test_misses_of_a_server_are_no_fallbacks(
     assert {answer.text for *_, answer in answers} == {"42"}
 
 
+def test_another_server_answers_full(monkeypatch: pytest.MonkeyPatch):
+    counted = [f"{kind}_tokens" for kind in ("prompt", "prefix", "grafted", "recomputed", "fresh")]
+    report = {**dict.fromkeys([*counted, "computed_share"], 1), "reason": None}
+    asked: list[tuple[str, str, str]] = []
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        host = request.url.host
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": f"model of {host}"}]})
+        body = json.loads(request.content)
+        options = body["kv_transfer_params"]["kvgraft"]
+        asked.append((host, body["model"], options.get("policy", options.get("reuse"))))
+        token, text = (5, "42") if host == "dense" or "forced_output" in options else (6, "43")
+        told = {
+            "tokens": [f"token_id:{token}"],
+            "top_logprobs": [{"token_id:5": -0.1, "token_id:6": -3.0}],
+        }
+        last = {
+            "choices": [{"text": text, "logprobs": told}],
+            "kv_transfer_params": {"kvgraft": report},
+        }
+        return httpx.Response(200, text=f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n")
+
+    monkeypatch.setattr(
+        httpx, "Client", partial(httpx.Client, transport=httpx.MockTransport(respond))
+    )
+    [item, *_] = find_suites("instruction")[0].items(1, 1, Shape(400, 4))
+    with open_host("http://sparse", MODEL_DIR, dtype=None, full="http://dense") as host:
+        orders = [[ask] for ask in item.phase_2]
+        [*answers] = host.answers(item, ("full", "naive"), orders)
+    assert {(policy, answer.text) for _, policy, answer in answers} == {
+        ("full", "42"),
+        ("naive", "43"),
+        (ORDER_NOISE, "42"),
+    }
+    assert set(asked) == {
+        ("dense", "model of dense", "exact"),
+        ("sparse", "model of sparse", "exact"),  # texts that are read first
+        ("sparse", "model of sparse", "naive"),
+    }
+    with (
+        pytest.raises(ValueError, match="goes with the URL of a server, not with 'native'"),
+        open_host("native", MODEL_DIR, dtype=None, full="http://dense"),
+    ):
+        pass
+
+
 def test_policies_are_paired_prompt_by_prompt(tmp_path: Path):
     scores = {
         "full": [1.0] * 12,

@@ -55,6 +55,13 @@ def evaluate(
     host: Annotated[
         str, typer.Option(help="native, vllm (a server of its own), or the URL of a server.")
     ] = "native",
+    full_host: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of another server that answers full, such as one with dense attention.",
+            show_default="the host",
+        ),
+    ] = None,
     out: Annotated[
         Path, typer.Option(help="Directory of the results; one that holds a part is continued.")
     ] = Path("results"),
@@ -104,7 +111,9 @@ def evaluate(
     }
     with (
         progress_console.status(f"starting {host}"),
-        open_host(host, model, dtype=dtype, distances=not scores_only, **engine) as opened,
+        open_host(
+            host, model, dtype=dtype, distances=not scores_only, full=full_host, **engine
+        ) as opened,
         progress_bar(progress_console, "evaluating") as on_progress,
     ):
         rows = runner.run(settings, opened, out, on_progress)

@@ -257,10 +257,19 @@ class HttpHost:
         model_dir: directory of the model's tokenizer, which has the chat template; None is the
             server's model name.
         distances: see `NativeHost`.
+        full: another server, which answers `full`, such as one whose attention is dense.
     """
 
-    def __init__(self, url: str, model_dir: Path | None = None, *, distances: bool = True) -> None:
+    def __init__(
+        self,
+        url: str,
+        model_dir: Path | None = None,
+        *,
+        distances: bool = True,
+        full: "HttpHost | None" = None,
+    ) -> None:
         self.url, self._model_dir, self._distances = url.rstrip("/"), model_dir, distances
+        self._full = full
         self.client = httpx.Client(timeout=TIMEOUT_S)
         self._is_warm = False
         try:
@@ -283,8 +292,10 @@ class HttpHost:
         return find_chat(load_tokenizer(where))
 
     def describe(self) -> dict[str, Any]:
-        return {"host": "http", "model": self.model} | (
-            {} if self._distances else {"distances": False}
+        return (
+            {"host": "http", "model": self.model}
+            | ({} if self._distances else {"distances": False})
+            | ({"full": "another server"} if self._full else {})
         )
 
     def answers(
@@ -324,6 +335,8 @@ class HttpHost:
     def _ask(
         self, item: Item, policy: str, ask: Ask, answer: Sequence[int] = ()
     ) -> tuple[Answer, Told]:
+        if policy == "full" and self._full is not None:
+            return self._full._ask(item, policy, ask, answer)
         namespace, chat = uuid.uuid4().hex, self.chat if item.chat else None
         for read in item.phase_1 if policy != "full" else ():
             self._send(as_text(read, chat), {"reuse": "exact", "namespace": namespace}, 1)
@@ -378,6 +391,7 @@ def open_host(
     dtype: str | None,
     distances: bool = True,
     policies: Sequence[str] = (),
+    full: str | None = None,
     **engine: Any,
 ) -> Iterator[Host]:
     """Open a host: `native`, `vllm` (starts a server), or the URL of a server.
@@ -387,11 +401,15 @@ def open_host(
             the default and means the server's own.
         distances: see `NativeHost`.
         policies: policies that will be asked for, with or without flows.
+        full: URL of another server that answers `full`; only if `where` is a URL.
         engine: settings of the native engine only.
 
     Raises:
         ValueError: none of these, no server answers, or a policy with a flow for a server.
     """
+    is_url = where.startswith(("http://", "https://"))
+    if full is not None and not is_url:
+        raise ValueError(f"a host for full goes with the URL of a server, not with {where!r}")
     with_flow = [name for name in policies if WITH in name]
     if with_flow and where != "native":
         raise ValueError(
@@ -408,7 +426,9 @@ def open_host(
         # decisions by tokens do not depend on the speed of this machine
         with serving(str(model), "--kvgraft-costs", "tokens", *flags) as server:
             yield HttpHost(server.url, distances=distances)
-    elif where.startswith(("http://", "https://")):
-        yield HttpHost(where, None if model == MODEL_DIR else model, distances=distances)
+    elif is_url:
+        own = None if model == MODEL_DIR else model
+        other = None if full is None else HttpHost(full, own, distances=distances)
+        yield HttpHost(where, own, distances=distances, full=other)
     else:
         raise ValueError(f"unknown host {where!r}: choose native, vllm, or the URL of a server")
