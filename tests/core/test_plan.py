@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -46,6 +48,37 @@ def test_the_last_token_is_always_computed():
     assert plan.ends_in_graft == (True,)
     assert positions(plan.fresh) == [7]
     assert plan.graft_targets.tolist() == list(range(7))
+
+
+@pytest.mark.parametrize(
+    ("place", "source_place", "changes", "same"),
+    [
+        (20, 12, {}, True),
+        (21, 12, {}, False),  # more than a quarter of 80 tokens before it
+        (20, 40, {}, False),
+        (20, 12, {"depth": 1}, False),
+    ],
+)
+def test_one_match_behind_little_other_text_stands_in_its_context(
+    place: int, source_place: int, changes: dict[str, int], same: bool
+):
+    known = replace(match(place, 80, source_place), **changes)
+    assert Plan.for_prompt(120, 4, matches=[known]).same_context == (same,)
+
+
+def test_hits_that_were_read_with_a_match_belong_to_its_context():
+    system, known = replace(match(0, 40), source=7), match(44, 40, source_start=48)
+    read_together, apart = (
+        Plan.for_prompt(96, 4, range(10), [known], hits=[replace(system, reading=reading)])
+        for reading in (0, None)
+    )
+    assert (read_together.same_context, apart.same_context) == ((True,), (False,))
+    several = Plan.for_prompt(120, 4, matches=[match(4, 40), match(44, 40, 40)])
+    in_place = Plan.for_prompt(120, 4, [0], matches=[match(4, 80)], in_place=[0])
+    assert (several.same_context, in_place.same_context) == ((False,), (False,))
+    batch = Plan.batch([read_together, apart])
+    assert batch.same_context == (True, False)
+    assert batch.without_grafts().same_context == (False, False)
 
 
 def test_overflow_is_one_block_on_each_side_of_fresh_text():

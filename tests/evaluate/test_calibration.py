@@ -10,10 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from kvgraft import Engine, Request
 from kvgraft.cli import app, run
+from kvgraft.policies import parse_policy
+from kvgraft.policies.auto import auto_of
 from kvgraft.policies.profile import (
     POLICY_FILE,
     Interval,
@@ -33,6 +36,7 @@ from kvgraft_lab.evaluate.calibration import (
     CalibrationSettings,
     candidates,
     choose,
+    choose_cheaper,
     choose_flow,
     choose_matching,
     explain,
@@ -120,6 +124,40 @@ def test_the_choice_is_explained_in_words():
     ]
 
 
+def test_a_cheaper_policy_is_chosen_where_the_context_is_the_same():
+    def tried(name: str, flops: float, kl: float, same: float | None) -> MeasuredPolicy:
+        interval = None if same is None else (same / 2, 0.0, same)
+        return replace(measured(name, flops, kl), same_context=interval)
+
+    spread = tried("spread", 0.2, 0.02, 0.001)
+    naive, epic = tried("naive", 0.1, 0.2, 0.009), tried("epic:start_tokens=8", 0.12, 0.1, 0.001)
+    assert choose_cheaper([spread, naive, epic], spread) == naive
+    assert (
+        choose_cheaper([spread, replace(naive, same_context=(0.0, 0.0, 0.011)), epic], spread)
+        == epic
+    )
+    for none in (
+        tried("naive", 0.1, 0.2, None),
+        tried("condense", 0.1, 0.2, 0.0),
+        tried("sparsex", 0.2, 0.2, 0.0),
+    ):
+        assert choose_cheaper([spread, none], spread) is None
+    condense = tried("condense", 0.2, 0.02, 0.0)
+    assert choose_cheaper([condense, naive], condense) is None
+
+    auto = auto_of("epic:start_tokens=8", "spread:hops=0,tail_tokens=9")
+    noise, listed = (0.1, 0.1, 0.1), (tried("spread:hops=0,tail_tokens=9", 0.2, 0.02, 0.0), epic)
+    profile = PolicyProfile("m", auto, spread, noise, "texts", 2, 512, listed, 0.25)
+    assert profile.chosen == ("spread:hops=0,tail_tokens=9", "epic:start_tokens=8")
+    assert explain(profile).splitlines()[-1] == (
+        "Where known text keeps its context (instructions before it, questions after it change): "
+        "epic:start_tokens=8, with a KL of 0.0005 at 12% of the FLOPs (over all patterns)."
+    )
+    assert parse_policy(auto).choices == profile.chosen  # type: ignore[attr-defined]
+    own = replace(profile, tried=(*listed, tried(auto, 0.2, 0.02, 0.0)))
+    assert own.chosen == (auto,)
+
+
 def test_the_cheapest_matching_within_order_noise_is_chosen():
     noise = (0.02, 0.01, 0.03)
 
@@ -153,7 +191,10 @@ def test_the_fastest_flow_within_order_noise_is_recommended():
 
     flow = MeasuredFlow("quest", (0.01,) * 3, 1.52)
     profile = msgspec.structs.replace(profile_of("m"), flow="quest", flows=(flow,))
-    assert "; --flow quest decodes 1.5 times as fast after 512 tokens, at KL 0.01" in str(profile)
+    assert (
+        "; --flow quest:from_tokens=512 decodes 1.5 times as fast after 512 tokens, at KL 0.01"
+        in str(profile)
+    )
     assert "Flow: quest. After 512 tokens, quest is 1.52 times as fast" in explain(profile)
     assert "--flow" not in str(msgspec.structs.replace(profile, flow="dense"))
 

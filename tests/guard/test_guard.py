@@ -150,6 +150,10 @@ def test_trials_are_all_scored_and_no_part_of_the_bounds():
         ("spread:recompute_share=0.02", "spread:recompute_share=0.08"),
         ("sparsex:recompute_share=0.5", "sparsex:recompute_share=1.0"),
         ("spread:recompute_share=1.0", None),
+        (
+            "auto:same_context=naive,new_context=spread:recompute_share=0.02",
+            "spread:recompute_share=0.08",
+        ),
         ("naive", None),
         ("epic", None),
     ],

@@ -53,7 +53,7 @@ def test_a_policy_is_written_as_it_is_read(policy: Policy):
     [
         (
             "magic",
-            "unknown policy 'magic': choose from cacheblend, condense, epic, full, naive, prophet, "
+            "unknown policy 'magic': choose from auto, cacheblend, condense, epic, full, naive, prophet, "
             "redknot, samkv, "
             "similar, sparsex, spread, transitive",
         ),
@@ -96,6 +96,16 @@ def test_a_policy_is_written_as_it_is_read(policy: Policy):
             "condense:skipped_share=1",
             "skipped_share must be less than 1: the attention of some layer has to count",
         ),
+        (
+            "auto:same_context=redknot",
+            "unknown same_context 'redknot': choose from cacheblend, epic, naive, prophet, sparsex",
+        ),
+        (
+            "auto:new_context=spread:recompute_share=2/hops=1",
+            "recompute_share must be a share from 0 to 1, got 2",
+        ),
+        ("auto:new_context=spread:hop=1", "new_context 'spread' has no option 'hop'"),
+        ("auto:same_context=1", "same_context must name a policy, got 1"),
         ("epic:start_tokens=-1", "tokens must be an integer of at least 0, got -1"),
         ("cacheblend:check_layer=0.5", "check_layer must be an integer of at least 0, got 0.5"),
         ("cacheblend:recompute_share=9", "share must be a share from 0 to 1, got 9"),

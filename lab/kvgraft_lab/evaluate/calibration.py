@@ -19,6 +19,7 @@ from kvgraft.engine.engine import Engine
 from kvgraft.flows import DENSE
 from kvgraft.methods import require_at_least
 from kvgraft.policies import parse_policy
+from kvgraft.policies.auto import auto_of, can_choose
 from kvgraft.policies.profile import (
     Interval,
     MeasuredFlow,
@@ -61,6 +62,10 @@ FLOWS = ("quest", "block_topk")
 LEAST_FASTER = 1.1
 # share of full's floating-point operations; TTFT is then about 4 times shorter than full's
 BUDGET = 0.25
+# patterns whose known text stands in the context that it was read in
+SAME_CONTEXT = ("instruction", "tail")
+# greatest KL there of a cheaper policy, as a share of the KL of the chosen one over all patterns
+NEAR = 0.5
 # names of the evaluations' directories
 CHOOSING, ALIKE, CHECKING, WITH_FLOWS = "choosing", "alike", "checking", "flows"
 EDITED: Mapping[Match, str] = {"exact": "edited-exact", "similar": "edited-similar"}
@@ -191,24 +196,31 @@ def calibrate(
         settings.alike_evaluation(policies, testbed=testbed), asking, directory / ALIKE, on_progress
     )
     less = {one.policy: _difference(one) for one in summarise(alike, "all")}
-    tried = tuple(replace(_measured(one), alike=less[one.policy]) for one in others)
+    kept = summarise([row for row in choosing if row.pattern in SAME_CONTEXT], "all")
+    same = {one.policy: _interval(one.answer_kl) for one in kept if not isnan(one.answer_kl.high)}
+    tried = tuple(
+        replace(_measured(one), alike=less[one.policy], same_context=same.get(one.policy))
+        for one in others
+    )
     chosen = choose(tried, settings.budget)
+    cheaper = choose_cheaper(tried, chosen)
+    policy = auto_of(cheaper.policy, chosen.policy) if cheaper else chosen.policy
     checking = run(
-        settings.evaluation((chosen.policy,), checks=True), host, directory / CHECKING, on_progress
+        settings.evaluation((policy,), checks=True), host, directory / CHECKING, on_progress
     )
     found = {one.policy: one for one in summarise(checking, "all")}
     noise = _interval(found[ORDER_NOISE].answer_kl)
-    asked, edited = settings.edited_evaluation(chosen.policy), []
+    asked, edited = settings.edited_evaluation(policy), []
     for match, name in EDITED.items():
         rows = run(asked, NativeHost(engine, match=match), directory / name, on_progress)
         _, one = summarise(rows, "all")
         edited.append(MeasuredMatching(match, one.flops, _interval(one.answer_kl)))
 
-    flows = _measure_flows(engine, settings, chosen.policy, directory, on_progress)
+    flows = _measure_flows(engine, settings, policy, directory, on_progress)
     return PolicyProfile(
         model=engine.config.identity,
-        policy=chosen.policy,
-        expected=replace(_measured(found[chosen.policy]), alike=chosen.alike),
+        policy=policy,
+        expected=replace(_measured(found[policy]), alike=chosen.alike),
         order_noise=noise,
         texts=settings.described,
         prompts=full.prompts,
@@ -241,6 +253,27 @@ def choose(tried: Sequence[MeasuredPolicy], budget: float) -> MeasuredPolicy:
     if right:
         return min(right, key=lambda one: one.kl[0])
     return max(within, key=lambda one: ((one.alike or (0.0,))[0], -one.kl[0]))
+
+
+def choose_cheaper(
+    tried: Sequence[MeasuredPolicy], chosen: MeasuredPolicy
+) -> MeasuredPolicy | None:
+    """Return the policy with the least work for prompts whose known text keeps its context.
+
+    The 95 % interval of its KL in these prompts ends at `NEAR` times the KL of the chosen policy
+    over all prompts, or below. None if no policy with less work than the chosen one does.
+    """
+    if not can_choose(parse_policy(chosen.policy)):
+        return None
+    near = [
+        one
+        for one in tried
+        if one.flops < chosen.flops
+        and one.same_context is not None
+        and one.same_context[2] <= NEAR * chosen.kl[0]
+        and can_choose(parse_policy(one.policy))
+    ]
+    return min(near, key=lambda one: one.flops, default=None)
 
 
 def choose_matching(edited: Sequence[MeasuredMatching], order_noise: Interval) -> str:
@@ -281,7 +314,8 @@ def choose_flow(flows: Sequence[MeasuredFlow], order_noise: Interval) -> str:
 def explain(profile: PolicyProfile) -> str:
     """Return in words why the policy was chosen, and why the others were not."""
     within, right = _remaining(profile.tried, profile.budget)
-    chosen = next(one for one in profile.tried if one.policy == profile.policy)
+    by_name = {one.policy: one for one in profile.tried}
+    chosen, *cheaper = (by_name[name] for name in profile.chosen)
     over = [one.policy for one in profile.tried if one not in within]
     failed = [one.policy for one in within if one.fails_alike and one != chosen]
     rivals = sorted((one for one in right if one != chosen), key=lambda one: one.kl[0])
@@ -302,6 +336,13 @@ def explain(profile: PolicyProfile) -> str:
             f"Next: {one.policy}, with {one.kl[0] / max(chosen.kl[0], 1e-9):.2f} times the KL"
             f"{' (the intervals overlap)' if overlap else ''} at {one.flops:.0%} of the FLOPs."
         )
+    for one in cheaper:
+        if one.same_context is not None:
+            lines.append(
+                f"Where known text keeps its context (instructions before it, questions after it "
+                f"change): {one.policy}, with a KL of {one.same_context[0]:.4f} at "
+                f"{one.flops:.0%} of the FLOPs (over all patterns)."
+            )
     if profile.edited:
         measured = ", ".join(
             f"{one.match} matching computes {one.flops:.0%} of the FLOPs at KL {one.kl[0]:.4f}"
@@ -355,7 +396,7 @@ def render(profile: PolicyProfile) -> RenderableType:
     for one in sorted(profile.tried, key=lambda one: one.flops):
         value, low, high = one.kl
         table.add_row(
-            f"[bold]{one.policy}[/bold]" if one.policy == profile.policy else one.policy,
+            f"[bold]{one.policy}[/bold]" if one.policy in profile.chosen else one.policy,
             f"{one.flops:.1%}", f"{value:.4f}", f"{low:.4f}-{high:.4f}",
             f"{value / unit:.2f}" if unit else "-",
             f"{one.flips[0]:.1%}", *_alike(one.alike),

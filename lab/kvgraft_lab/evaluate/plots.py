@@ -186,7 +186,7 @@ def write_calibration(profile: PolicyProfile, path: Path) -> Path:
         _draw_level(axes, profile.order_noise[0] / unit, ORDER_NOISE)
         for number, one in enumerate(profile.tried):
             value, low, high = (figure / unit for figure in one.kl)
-            chosen = one.policy == profile.policy
+            chosen = one.policy in profile.chosen
             axes.errorbar(
                 one.flops, value, [[value - low], [high - value]], fmt="*" if chosen else "o",
                 markersize=12 if chosen else 6, color=COLOURS[number % len(COLOURS)], capsize=3,

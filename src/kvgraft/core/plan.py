@@ -17,6 +17,10 @@ from torch import Tensor
 
 from kvgraft.core.matches import Match, grafted_tokens, in_blocks
 
+# Length of the text before a match that prompt and source do not share, as a share of the match, up
+# to which the context counts as the same.
+BEFORE_SHARE = 0.25
+
 
 class Kind(IntEnum):
     """Kinds of tokens by the origin of their KV."""
@@ -51,6 +55,9 @@ class Plan:
             -1 for fresh tokens and where it is not known.
         ends_in_graft: per prompt, whether known text reached its last token (which is computed
             anyway).
+        same_context: per prompt, whether its known text stands in the context that it was read in.
+            It is one match of exact KV, beside exact hits, and all that has changed before it is at
+            most `BEFORE_SHARE` as long.
     """
 
     kinds: Tensor
@@ -61,6 +68,7 @@ class Plan:
     graft_shifts: Tensor
     readings: Tensor
     ends_in_graft: tuple[bool, ...]
+    same_context: tuple[bool, ...]
 
     @classmethod
     def for_prompt(
@@ -93,8 +101,7 @@ class Plan:
         kinds[-1] = Kind.FRESH
         readings = np.full(num_tokens, -1, np.int64)
         for match in (*hits, *matches):
-            read_in = match.source if match.reading is None else match.reading
-            readings[match.start : match.start + match.length] = read_in
+            readings[match.start : match.start + match.length] = match.read_in
 
         readings[-1] = -1
         grafts = grafted_tokens(matches, block_size)
@@ -109,6 +116,7 @@ class Plan:
             graft_shifts=shifts,
             readings=torch.from_numpy(readings),
             ends_in_graft=(ends_in_graft,),
+            same_context=(Kind.IN_PLACE not in kinds and _is_in_context(matches, hits),),
         )
 
     @classmethod
@@ -138,6 +146,7 @@ class Plan:
             torch.cat([plan.graft_shifts for plan in plans]),
             torch.cat([plan.readings for plan in plans]),
             tuple(ends for plan in plans for ends in plan.ends_in_graft),
+            tuple(same for plan in plans for same in plan.same_context),
         )
 
     def without_grafts(self) -> "Plan":
@@ -153,6 +162,7 @@ class Plan:
             none,
             none,
             torch.where(self.grafted, -1, self.readings),
+            (False,) * len(self.lengths),
             (False,) * len(self.lengths),
         )
 
@@ -367,3 +377,13 @@ def _spans(kinds: np.ndarray) -> list[Span]:
     cuts = np.flatnonzero(np.diff(kinds)) + 1
     edges = [0, *cuts.tolist(), kinds.size]
     return [Span(a, b, Kind(int(kinds[a]))) for a, b in pairwise(edges)]
+
+
+def _is_in_context(matches: Sequence[Match], hits: Sequence[Match]) -> bool:
+    """Return whether the only match stands in the context that it was read in, see `Plan`."""
+    if len(matches) != 1 or matches[0].depth:
+        return False
+    [match] = matches
+    shared = sum(hit.length for hit in hits if hit.read_in == match.read_in)
+    changed = max(match.start, match.source_start) - shared
+    return changed <= BEFORE_SHARE * match.length

@@ -109,6 +109,8 @@ class PrefillReport:
         reason: why nothing approximate was used, one of REASONS, or None.
         profile: profile that named the policy; None if the request or the server's settings did, or
             nothing.
+        recovered_by: policy that `auto` has chosen, with options; None under other policies and
+            without grafts.
     """
 
     policy: str = ""
@@ -127,6 +129,7 @@ class PrefillReport:
     outcome: str = ""
     reason: str | None = None
     profile: str | None = None
+    recovered_by: str | None = None
 
     def conclude(self, reason: str | None) -> None:
         """Set outcome and reason from the token counts and the reason why nothing was grafted."""

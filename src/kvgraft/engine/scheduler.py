@@ -90,7 +90,7 @@ class Scheduler:
         admitted = self._admit()
         groups: dict[Policy, list[SequenceState]] = {}
         for sequence in admitted:
-            groups.setdefault(sequence.policy, []).append(sequence)
+            groups.setdefault(sequence.recovers_by, []).append(sequence)
 
         try:
             for policy, sequences in groups.items():

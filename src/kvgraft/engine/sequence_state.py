@@ -41,6 +41,7 @@ class SequenceState:
         num_dropped: prompt tokens that its pages do not or will not hold. The remaining tokens lie
             closer together there, so that token t of the answer lies at t - num_dropped.
         plan: how the KV of its prompt is obtained.
+        recovers_by: policy that recovers the grafts of `plan`: `policy`, or one that it chooses.
         continued: approximate blocks of an earlier prompt that it continues from, if any.
         continuation_keys: keys of its blocks from the first approximate one on, for prompts that
             continue from them.
@@ -84,6 +85,7 @@ class SequenceState:
         self.num_prompt = len(self.tokens)
         self.report.prompt_tokens = self.num_prompt
         self.report.policy = self.policy.name
+        self.recovers_by = self.policy
         if not self.policy.uses_grafts:
             self.refusal = "policy_full"
 
@@ -165,6 +167,12 @@ class SequenceState:
             plan.num_tokens - report.fresh_tokens - report.grafted_tokens - continued
         )
         report.conclude(self.refusal or self.reason)
+        self.recovers_by = self.policy
+        report.recovered_by = None
+        if plan.grafted.any():
+            self.recovers_by = self.policy.chosen_for(plan, torch.from_numpy(self.prompt))
+            if self.recovers_by is not self.policy:
+                report.recovered_by = str(self.recovers_by)
 
     @property
     def num_reserved(self) -> int:

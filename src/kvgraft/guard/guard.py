@@ -173,7 +173,7 @@ class Guard:
         target."""
         if self.target is None:
             return None
-        grows = hasattr(policy, BUDGET)
+        grows = hasattr(policy.careful, BUDGET)
         levels = tuple(level for level in Level if grows or level is not Level.LARGER_BUDGET)
         return Breaker(self.target.share, levels, self._clock, lambda one: self._tell(name, one))
 
@@ -229,8 +229,11 @@ class _Bounds:
 def with_larger_budget(policy: Policy) -> Policy | None:
     """Return the policy with a larger share of recomputed tokens.
 
+    If it chooses by prompt, this is the most careful of its choices, for all prompts.
+
     Returns:
         None if the policy has no such option, or recomputes nothing or everything.
     """
+    policy = policy.careful
     share = getattr(policy, BUDGET, 0.0)
     return with_options(policy, {BUDGET: min(1.0, LARGER * share)}) if 0 < share < 1 else None

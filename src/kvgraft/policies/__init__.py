@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from kvgraft.methods import check_options, layers_share, make, parse
+from kvgraft.policies.auto import Auto
 from kvgraft.policies.cacheblend import CacheBlend
 from kvgraft.policies.condense import Condense
 from kvgraft.policies.epic import Epic
@@ -31,6 +32,7 @@ POLICIES: dict[str, type[Policy]] = {
         SparseX,
         Transitive,
         Spread,
+        Auto,
         RedKnot,
         SamKV,
         Condense,
@@ -64,6 +66,7 @@ def parse_policy(given: str | Policy) -> Policy:
 __all__ = [
     "DEFAULT_POLICY",
     "POLICIES",
+    "Auto",
     "CacheBlend",
     "Condense",
     "Epic",

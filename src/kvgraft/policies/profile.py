@@ -8,8 +8,9 @@ from hashlib import sha256
 import msgspec
 
 from kvgraft.core.segmentation import parse_match
+from kvgraft.flows import with_default
 from kvgraft.kv.profiles import ModelProfile
-from kvgraft.policies import parse_policy
+from kvgraft.policies import Auto, parse_policy
 from kvgraft.prefill.context import Policy
 
 POLICY_FILE = "policy.json"  # in a model directory
@@ -26,6 +27,8 @@ class MeasuredPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         flips: share of positions where the most likely token differs.
         alike: share of right answers about documents that look alike, minus that of full
             recomputation, from -1 to 1; None if not measured.
+        same_context: `kl` of the prompts whose known text stands in the context that it was read in
+            (`Plan.same_context`); None if not measured.
     """
 
     policy: str
@@ -33,6 +36,7 @@ class MeasuredPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kl: Interval
     flips: Interval
     alike: Interval | None = None
+    same_context: Interval | None = None
 
     @property
     def fails_alike(self) -> bool:
@@ -111,6 +115,15 @@ class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=
     def describe(cls) -> str:
         return "policy profile"
 
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The policies of `tried` that it names: one, or two that `auto` chooses from, that for a
+        new context first."""
+        policy, was_tried = parse_policy(self.policy), {one.policy for one in self.tried}
+        if isinstance(policy, Auto) and self.policy not in was_tried:
+            return policy.choices
+        return (self.policy,)
+
     @cached_property
     def name(self) -> str:
         """Name in reports: eight hexadecimal digits of its SHA-256."""
@@ -144,8 +157,9 @@ class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=
     def _of_flow(self) -> str:
         for one in self.flows:
             if one.flow == self.flow:
+                flow = with_default(one.flow, "from_tokens", self.tokens)
                 return (
-                    f"; --flow {one.flow} decodes {one.faster:.1f} times as fast after "
+                    f"; --flow {flow} decodes {one.faster:.1f} times as fast after "
                     f"{self.tokens} tokens, at KL {one.kl[0]:.4f}"
                 )
         return ""

@@ -339,6 +339,19 @@ class Policy(ABC):
         """Layers whose input residual stream the policy needs."""
         return ()
 
+    @property
+    def careful(self) -> "Policy":
+        """Itself, or the most careful of the policies that it chooses from."""
+        return self
+
+    def chosen_for(self, plan: Plan, token_ids: Tensor) -> "Policy":
+        """Return the policy that recovers a prompt: itself, unless it chooses by prompt.
+
+        Args:
+            token_ids: int64 [T], the prompt on the CPU.
+        """
+        return self
+
     @abstractmethod
     def recover(self, ctx: PrefillContext) -> Hidden:
         """Compute fresh tokens and the grafted ones that the policy chooses. The result must

@@ -83,6 +83,19 @@ def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> 
     return torch.from_numpy(found)
 
 
+def shares_wording(text: Tensor, other: Tensor) -> bool:
+    """Return whether `WORDING_SHARE` of a text int64 [n], or more, is runs of `WORDING_TOKENS` that
+    another text int64 [m] has, too."""
+    if min(len(text), len(other)) < WORDING_TOKENS:
+        return False
+    powers = _FACTOR ** np.arange(WORDING_TOKENS, dtype=np.uint64)
+    mine, theirs = (
+        (one.unfold(0, WORDING_TOKENS, 1).numpy().astype(np.uint64) * powers).sum(1)
+        for one in (text, other)
+    )
+    return bool(np.isin(mine, theirs).mean() >= WORDING_SHARE)
+
+
 def _differences(
     plan: Plan,
     text: "_Text",

@@ -2,6 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
+import torch
+
 from kvgraft.core.admission import Admission, Reuse
 from kvgraft.core.costs import TOKENS
 from kvgraft.vllm.connector.metadata import Metadata
@@ -109,10 +111,10 @@ class Recoveries:
 
         tables = pool.groups.tables(block_ids, state.reserved)
         pages = pool.tables_of(sources).T
+        policy = options.policy.chosen_for(reuse.plan, torch.from_numpy(state.input_ids))
+        state.report.recovered_by = None if policy is options.policy else str(policy)
         rest = state.documents, state.provenance.scope, state.adapter, state.kept
-        self._jobs.append(
-            Job(state.id, options.policy, reuse.plan, state.input_ids, tables, pages, *rest)
-        )
+        self._jobs.append(Job(state.id, policy, reuse.plan, state.input_ids, tables, pages, *rest))
 
     def cancel(self, state: RequestState) -> None:
         """Cancel the recovery of an aborted request.

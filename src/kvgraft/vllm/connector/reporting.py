@@ -73,6 +73,7 @@ class Reporting:
         report.conclude(state.reason)
 
         if reuse is None:
+            report.recovered_by = None
             report.computed_share, report.recomputed_tokens, report.counts = (
                 report.fresh_tokens / num_prompt,
                 0,
