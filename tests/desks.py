@@ -254,7 +254,7 @@ class BarePrompt:
 
     input_ids: np.ndarray
     scopes: tuple[bytes, ...]
-    policy_name: str
+    work_name: str
     refusal: str | None
     recovers_in_place: bool
     provenance: BlockProvenance
@@ -267,7 +267,7 @@ class BarePrompt:
 
     @property
     def recovery_key(self) -> Hashable:
-        return self.policy_name, self.scopes
+        return self.work_name, self.scopes
 
 
 class BareDesk(Desk):

@@ -367,7 +367,7 @@ def test_a_model_directory_that_cannot_be_written_is_refused_before_anything_run
         (["generate", "--file", "nowhere.txt"], "no such file: nowhere.txt"),
         (
             ["generate", "the code", "--policy", "magic"],
-            "unknown policy 'magic': choose from cacheblend, condense, epic",
+            "unknown policy 'magic': choose from auto, cacheblend, condense, epic",
         ),
         (
             ["generate", "the code", "--policy", "sparsex:recompute_share=3"],

@@ -53,10 +53,10 @@ def test_the_last_token_is_always_computed():
 @pytest.mark.parametrize(
     ("place", "source_place", "changes", "same"),
     [
-        (20, 12, {}, True),
-        (21, 12, {}, False),  # more than a quarter of 80 tokens before it
-        (20, 40, {}, False),
-        (20, 12, {"depth": 1}, False),
+        (8, 4, {}, True),
+        (9, 4, {}, False),  # more than a tenth of 80 tokens before it
+        (4, 9, {}, False),
+        (8, 4, {"depth": 1}, False),
     ],
 )
 def test_one_match_behind_little_other_text_stands_in_its_context(
@@ -64,20 +64,26 @@ def test_one_match_behind_little_other_text_stands_in_its_context(
 ):
     known = replace(match(place, 80, source_place), **changes)
     assert Plan.for_prompt(120, 4, matches=[known]).same_context == (same,)
+    assert Plan.for_prompt(120, 4, matches=[known], continues=True).same_context == (False,)
+    parts = replace(known, length=40), replace(known, start=place + 50, length=30)
+    assert Plan.for_prompt(120, 4, matches=parts).same_context == (False,)
 
 
-def test_hits_that_were_read_with_a_match_belong_to_its_context():
-    system, known = replace(match(0, 40), source=7), match(44, 40, source_start=48)
-    read_together, apart = (
-        Plan.for_prompt(96, 4, range(10), [known], hits=[replace(system, reading=reading)])
-        for reading in (0, None)
-    )
-    assert (read_together.same_context, apart.same_context) == ((True,), (False,))
-    several = Plan.for_prompt(120, 4, matches=[match(4, 40), match(44, 40, 40)])
-    in_place = Plan.for_prompt(120, 4, [0], matches=[match(4, 80)], in_place=[0])
-    assert (several.same_context, in_place.same_context) == ((False,), (False,))
-    batch = Plan.batch([read_together, apart])
-    assert batch.same_context == (True, False)
+@pytest.mark.parametrize(
+    ("hit", "same"),
+    [
+        ({}, True),
+        ({"source": 7}, False),
+        ({"source": 7, "reading": 0}, False),  # read together, perhaps in another order
+        ({"start": 4, "source_start": 0}, False),
+    ],
+)
+def test_the_beginning_of_the_source_belongs_to_the_context(hit: dict[str, int], same: bool):
+    system, known = replace(match(0, 40), **hit), match(44, 40, source_start=42)
+    plan = Plan.for_prompt(96, 4, range(10), [known], hits=[system])
+    assert plan.same_context == (same,)
+    batch = Plan.batch([plan, plan])
+    assert batch.same_context == (same, same)
     assert batch.without_grafts().same_context == (False, False)
 
 

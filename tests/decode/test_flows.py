@@ -14,7 +14,7 @@ from kvgraft.decode.batch import Batch
 from kvgraft.decode.executor import fill, select
 from kvgraft.decode.flow import Flow, trace
 from kvgraft.decode.planner import plan
-from kvgraft.flows import FLOWS, parse_flow
+from kvgraft.flows import FLOWS, parse_flow, with_default
 
 BLOCK, DIM, GROUP = 16, 8, 2
 
@@ -158,3 +158,18 @@ def test_streaming_has_the_last_blocks():
     assert Request(FLOWS["streaming"](topk_blocks=40), 5).step(
         torch.randn(GROUP, DIM).to(DEVICE)
     ) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("quest", "quest:from_tokens=9"),
+        ("quest:topk_blocks=4", "quest:topk_blocks=4,from_tokens=9"),
+        ("quest:from_tokens=4", "quest:from_tokens=4"),
+        ("k=3/my.py", "k=3/my.py:from_tokens=9"),
+        ("my.py:one", "my.py:one:from_tokens=9"),
+        ("my.py:topk_blocks=4", "my.py:topk_blocks=4,from_tokens=9"),
+    ],
+)
+def test_an_option_is_added_to_the_text_of_a_flow(text: str, expected: str):
+    assert with_default(text, "from_tokens", 9) == expected

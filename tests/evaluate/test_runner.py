@@ -427,7 +427,9 @@ def test_another_server_answers_full(monkeypatch: pytest.MonkeyPatch):
         ("sparse", "model of sparse", "naive"),
     }
     with (
-        pytest.raises(ValueError, match="goes with the URL of a server, not with 'native'"),
+        pytest.raises(
+            ValueError, match="goes with the URL of a server as --host, not with 'native'"
+        ),
         open_host("native", MODEL_DIR, dtype=None, full="http://dense"),
     ):
         pass

@@ -98,14 +98,17 @@ def test_a_policy_is_written_as_it_is_read(policy: Policy):
         ),
         (
             "auto:same_context=redknot",
-            "unknown same_context 'redknot': choose from cacheblend, epic, naive, prophet, sparsex",
+            "same_context=redknot: unknown policy 'redknot': choose from cacheblend, epic, naive, ",
         ),
         (
             "auto:new_context=spread:recompute_share=2/hops=1",
-            "recompute_share must be a share from 0 to 1, got 2",
+            "new_context=spread:recompute_share=2/hops=1: recompute_share must be a share from 0 to 1",
         ),
-        ("auto:new_context=spread:hop=1", "new_context 'spread' has no option 'hop'"),
-        ("auto:same_context=1", "same_context must name a policy, got 1"),
+        ("auto:new_context=spread:hop=1", "policy 'spread' has no option 'hop'"),
+        (
+            "auto:same_context=1",
+            "same_context must be a policy, name:option=value/option=value, got 1",
+        ),
         ("epic:start_tokens=-1", "tokens must be an integer of at least 0, got -1"),
         ("cacheblend:check_layer=0.5", "check_layer must be an integer of at least 0, got 0.5"),
         ("cacheblend:recompute_share=9", "share must be a share from 0 to 1, got 9"),
@@ -124,6 +127,11 @@ def test_a_policy_is_written_as_it_is_read(policy: Policy):
 def test_bad_options_are_refused_by_name_and_value(text: str, message: str):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         parse_policy(text)
+
+
+def test_a_policy_in_an_option_has_no_commas():
+    with pytest.raises(ValueError, match="new_context must be a policy"):
+        make_policy("auto", {"new_context": "spread:hops=1,recompute_share=0.05"})
 
 
 def test_nan_is_no_share():

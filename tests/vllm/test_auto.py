@@ -5,8 +5,8 @@ from jobs import graft
 
 FIRST, SECOND = words(320, 21), words(320, 22)
 READ = [*words(40, 23), *FIRST, *SECOND]
-MOVED = [*words(70, 24), *FIRST, *SECOND, *words(9, 25)]
-SWAPPED = [*words(70, 24), *SECOND, *FIRST, *words(9, 25)]
+MOVED = [*words(60, 24), *FIRST, *SECOND, *words(9, 25)]
+SWAPPED = [*words(60, 24), *SECOND, *FIRST, *words(9, 25)]
 SAME, NEW = "naive", "spread:recompute_share=0.2"
 OPTIONS = [
     {"policy": f"auto:same_context={SAME},new_context={NEW}"},

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvgraft.core.plan import Plan
 from kvgraft.methods import count_layers
-from kvgraft.policies import Full, Naive, SparseX
+from kvgraft.policies import Full, Naive, SparseX, parse_policy
 from kvgraft.vllm.options import (
     CONTROL_TOKEN,
     KEY,
@@ -64,6 +64,22 @@ def test_policy_options_change_the_named_policy_or_the_default(said: dict[str, A
 def test_each_option_changes_itself_only(said: dict[str, Any]):
     parsed = RequestOptions.parse(said, DEFAULT).policy
     assert asdict(parsed) == asdict(POLICY) | said
+
+
+@pytest.mark.parametrize(
+    ("said", "policy"),
+    [
+        ({}, "auto:same_context=naive"),
+        ({"recompute_share": 0.1}, "spread:recompute_share=0.1"),
+        ({"policy": "auto", "hops": 0}, "spread:hops=0"),
+        ({"new_context": "epic"}, "auto:same_context=naive,new_context=epic"),
+    ],
+)
+def test_an_option_that_auto_has_not_belongs_to_its_policy_for_a_new_context(
+    said: dict[str, Any], policy: str
+):
+    default = RequestOptions(parse_policy("auto:same_context=naive"))
+    assert RequestOptions.parse(said, default).policy == parse_policy(policy)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +142,8 @@ def test_the_namespace_is_taken_as_it_is():
             "only identical text is known here, start the server with --kvgraft-match=similar",
         ),
         ({"policy": 3}, "policy must be a string, got 3"),
-        ({"policy": "best"}, "unknown policy 'best': choose from cacheblend, condense"),
-        ({"policy": ""}, "unknown policy '': choose from cacheblend, condense"),
+        ({"policy": "best"}, "unknown policy 'best': choose from auto, cacheblend, condense"),
+        ({"policy": ""}, "unknown policy '': choose from auto, cacheblend, condense"),
         ({"policy": "sparsex:topk"}, "policy option 'topk' is not option=value"),
         ({"policy": "sparsex:k=1"}, "policy 'sparsex' has no option 'k': it has rows, reduction"),
         ({"policy": "naive:topk=1"}, "policy 'naive' has no option 'topk': it has none"),

@@ -38,7 +38,7 @@ def test_what_is_given_is_taken():
             "KVGraft has no option 'polcy': it has policy, profile, head_map, match, "
             "residual_layers, continuation",
         ),
-        ({"policy": "best"}, "unknown policy 'best': choose from cacheblend, condense"),
+        ({"policy": "best"}, "unknown policy 'best': choose from auto, cacheblend, condense"),
         (
             {"policy": "sparsex:recompute_share=2"},
             "recompute_share must be a share from 0 to 1, got 2",

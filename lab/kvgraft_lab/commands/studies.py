@@ -58,7 +58,7 @@ def evaluate(
     full_host: Annotated[
         str | None,
         typer.Option(
-            help="URL of another server that answers full, such as one with dense attention.",
+            help="URL of another server that answers full and order noise.",
             show_default="the host",
         ),
     ] = None,

@@ -31,7 +31,7 @@ from kvgraft_lab.evaluate.conditions import WITH, check_condition
 from kvgraft_lab.evaluate.decoding import speedups
 from kvgraft_lab.evaluate.heads import measure, text_samples
 from kvgraft_lab.evaluate.hosts import Match, NativeHost
-from kvgraft_lab.evaluate.runner import EvalSettings, run
+from kvgraft_lab.evaluate.runner import EvalRow, EvalSettings, run
 from kvgraft_lab.evaluate.scoring import ORDER_NOISE
 from kvgraft_lab.evaluate.statistics import Estimate
 from kvgraft_lab.evaluate.summaries import Summary, summarise
@@ -62,10 +62,13 @@ FLOWS = ("quest", "block_topk")
 LEAST_FASTER = 1.1
 # share of full's floating-point operations; TTFT is then about 4 times shorter than full's
 BUDGET = 0.25
-# patterns whose known text stands in the context that it was read in
+# patterns in which only the instruction before the known text changes
 SAME_CONTEXT = ("instruction", "tail")
-# greatest KL there of a cheaper policy, as a share of the KL of the chosen one over all patterns
-NEAR = 0.5
+# greatest KL there of a policy with less work, as a share of the chosen one's KL over all patterns,
+# and of order noise in those prompts that check
+NEAR, NEAR_NOISE = 0.5, 0.1
+# least number of prompts of these patterns in each of the two evaluations
+LEAST_PROMPTS = 8
 # names of the evaluations' directories
 CHOOSING, ALIKE, CHECKING, WITH_FLOWS = "choosing", "alike", "checking", "flows"
 EDITED: Mapping[Match, str] = {"exact": "edited-exact", "similar": "edited-similar"}
@@ -196,18 +199,23 @@ def calibrate(
         settings.alike_evaluation(policies, testbed=testbed), asking, directory / ALIKE, on_progress
     )
     less = {one.policy: _difference(one) for one in summarise(alike, "all")}
-    kept = summarise([row for row in choosing if row.pattern in SAME_CONTEXT], "all")
-    same = {one.policy: _interval(one.answer_kl) for one in kept if not isnan(one.answer_kl.high)}
+    kept = {one.policy: one for one in _same_context(choosing)}
     tried = tuple(
-        replace(_measured(one), alike=less[one.policy], same_context=same.get(one.policy))
+        replace(
+            _measured(one),
+            alike=less[one.policy],
+            same_context=_interval(kept[one.policy].answer_kl)
+            if one.policy in kept and kept[one.policy].prompts >= LEAST_PROMPTS
+            else None,
+        )
         for one in others
     )
     chosen = choose(tried, settings.budget)
-    cheaper = choose_cheaper(tried, chosen)
-    policy = auto_of(cheaper.policy, chosen.policy) if cheaper else chosen.policy
+    policies = _choices(tried, chosen)
     checking = run(
-        settings.evaluation((policy,), checks=True), host, directory / CHECKING, on_progress
+        settings.evaluation(policies, checks=True), host, directory / CHECKING, on_progress
     )
+    policy = policies[-1] if is_confirmed(_same_context(checking), policies[-1]) else chosen.policy
     found = {one.policy: one for one in summarise(checking, "all")}
     noise = _interval(found[ORDER_NOISE].answer_kl)
     asked, edited = settings.edited_evaluation(policy), []
@@ -255,6 +263,18 @@ def choose(tried: Sequence[MeasuredPolicy], budget: float) -> MeasuredPolicy:
     return max(within, key=lambda one: ((one.alike or (0.0,))[0], -one.kl[0]))
 
 
+def _same_context(rows: Sequence[EvalRow]) -> list[Summary]:
+    """Return summaries of the prompts in which only the instruction changes."""
+    return summarise([row for row in rows if row.pattern in SAME_CONTEXT], "all")
+
+
+def _choices(tried: Sequence[MeasuredPolicy], chosen: MeasuredPolicy) -> tuple[str, ...]:
+    """Return the chosen policy, and `auto` with a cheaper one if there is one."""
+    cheaper = choose_cheaper(tried, chosen)
+    auto = () if cheaper is None else (auto_of(cheaper.policy, chosen.policy),)
+    return (chosen.policy, *auto)
+
+
 def choose_cheaper(
     tried: Sequence[MeasuredPolicy], chosen: MeasuredPolicy
 ) -> MeasuredPolicy | None:
@@ -274,6 +294,17 @@ def choose_cheaper(
         and can_choose(parse_policy(one.policy))
     ]
     return min(near, key=lambda one: one.flops, default=None)
+
+
+def is_confirmed(kept: Sequence[Summary], policy: str) -> bool:
+    """Return whether the 95 % interval of a policy's KL ends at `NEAR_NOISE` times order noise, or
+    below, on the prompts of these summaries."""
+    found = {one.policy: one for one in kept}
+    return (
+        policy in found
+        and found[policy].prompts >= LEAST_PROMPTS
+        and found[policy].answer_kl.high <= NEAR_NOISE * found[ORDER_NOISE].answer_kl.value
+    )
 
 
 def choose_matching(edited: Sequence[MeasuredMatching], order_noise: Interval) -> str:
@@ -339,9 +370,9 @@ def explain(profile: PolicyProfile) -> str:
     for one in cheaper:
         if one.same_context is not None:
             lines.append(
-                f"Where known text keeps its context (instructions before it, questions after it "
-                f"change): {one.policy}, with a KL of {one.same_context[0]:.4f} at "
-                f"{one.flops:.0%} of the FLOPs (over all patterns)."
+                f"Where only the instruction before known text changes: {one.policy}, with a KL of "
+                f"{one.same_context[0]:.4f} there, and {one.flops:.0%} of the FLOPs over all "
+                "patterns."
             )
     if profile.edited:
         measured = ", ".join(
@@ -359,7 +390,7 @@ def explain(profile: PolicyProfile) -> str:
             for one in profile.flows
         )
         lines.append(
-            f"Flow: {'none' if profile.flow == DENSE else profile.flow}. After {profile.tokens} "
+            f"Flow: {profile.flow_setting or 'none'}. After {profile.tokens} "
             f"tokens, {measured}. Recommended from {LEAST_FASTER} times, within order noise; set "
             "with --flow."
         )

@@ -295,7 +295,7 @@ class HttpHost:
         return (
             {"host": "http", "model": self.model}
             | ({} if self._distances else {"distances": False})
-            | ({"full": "another server"} if self._full else {})
+            | ({"full": self._full.model} if self._full else {})
         )
 
     def answers(
@@ -313,6 +313,11 @@ class HttpHost:
             yield number, "full", full
             for policy in policies[1:]:
                 answer, logprobs = self._ask(item, policy, ask)
+                if answer.prompt != full.prompt:
+                    raise ValueError(
+                        f"a prompt has {answer.prompt} tokens at {self.url} and {full.prompt} at "
+                        "the server that answers full: they serve different models"
+                    )
                 yield number, policy, self._compared(answer, logprobs, truth, item, policy, ask)
             if orders:
                 noise = [
@@ -409,7 +414,7 @@ def open_host(
     """
     is_url = where.startswith(("http://", "https://"))
     if full is not None and not is_url:
-        raise ValueError(f"a host for full goes with the URL of a server, not with {where!r}")
+        raise ValueError(f"--full-host goes with the URL of a server as --host, not with {where!r}")
     with_flow = [name for name in policies if WITH in name]
     if with_flow and where != "native":
         raise ValueError(

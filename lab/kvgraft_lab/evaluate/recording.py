@@ -49,6 +49,11 @@ class Wrapped(Policy):
         return self.policy.grafts_local_heads
 
     @property
+    def recovers_in_place(self) -> bool:  # type: ignore[override]
+        """Same as the policy's."""
+        return self.policy.recovers_in_place
+
+    @property
     def needs_head_map(self) -> bool:  # type: ignore[override]
         """Same as the policy's."""
         return self.policy.needs_head_map

@@ -188,8 +188,8 @@ def _print_report(result: "Result", num_restored: int | None) -> None:
     report = result.report
     stages = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in report.stages.items())
     console.print(
-        f"[dim]{report.policy}: {report.prompt_tokens} prompt tokens = {report.prefix_tokens} "
-        "prefix + "
+        f"[dim]{report.recovered_by or report.policy}: {report.prompt_tokens} prompt tokens = "
+        f"{report.prefix_tokens} prefix + "
         f"{report.continued_tokens} continued + "
         f"{report.grafted_tokens} grafted ({report.recomputed_tokens} recomputed) + "
         f"{report.fresh_tokens} fresh; "

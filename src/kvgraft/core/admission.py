@@ -56,8 +56,8 @@ class PromptState(Protocol):
         """Scopes that it may read, its own first: see `MatchQuery`."""
 
     @property
-    def policy_name(self) -> str:
-        """Policy that recovers its grafts, with options."""
+    def work_name(self) -> str:
+        """Policy whose work its recovery takes, with options."""
 
     @property
     def matches_similar(self) -> bool:
@@ -222,7 +222,10 @@ class Admission(Generic[PoolT]):
         matches, refused = self._choose(prompt, matches, len(hits) * size)
         in_place = self._in_place(prompt, hits, matches)
         cached, matches = self.index.label(hits, matches)
-        plan = Plan.for_prompt(len(tokens), size, hits, matches, in_place, cached)
+        continues = prompt.continued is not None
+        plan = Plan.for_prompt(
+            len(tokens), size, hits, matches, in_place, cached, continues=continues
+        )
         sources = distinct(plan.graft_sources.numpy() // size).tolist()
         pages = tuple(in_place.values())
         versions = self.pool.versions_of(sources)
@@ -259,7 +262,7 @@ class Admission(Generic[PoolT]):
             return
         num_new = int(plan.fresh.sum())
         num_recovered = num_computed - num_new
-        self.cost_model.learn(prompt.policy_name, num_recovered, int(plan.grafted.sum()), num_new)
+        self.cost_model.learn(prompt.work_name, num_recovered, int(plan.grafted.sum()), num_new)
 
     def register(
         self,
@@ -335,7 +338,7 @@ class Admission(Generic[PoolT]):
             matches,
             len(prompt.input_ids),
             num_known,
-            prompt.policy_name,
+            prompt.work_name,
             approximate=prompt.continued is not None,
         )
         report = prompt.report

@@ -91,11 +91,6 @@ class Match:
     source: int
     reading: int | None = None
 
-    @property
-    def read_in(self) -> int:
-        """`reading`, or `source` if that is None."""
-        return self.source if self.reading is None else self.reading
-
     def where(self, usable: np.ndarray, block_size: int) -> "list[Match]":
         """Return the parts of the match that lie in pages where `usable` bool [pages] is set."""
         first = self.source_start % block_size  # within the pages

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kvgraft.core.matches import Match, grafted_tokens, in_blocks
 
-# Length of the text before a match that prompt and source do not share, as a share of the match, up
-# to which the context counts as the same.
-BEFORE_SHARE = 0.25
+# Greatest length of the text before a match that only the source or only the prompt has, as a share
+# of the match, for which the context counts as the same.
+BEFORE_SHARE = 0.1
 
 
 class Kind(IntEnum):
@@ -56,8 +56,9 @@ class Plan:
         ends_in_graft: per prompt, whether known text reached its last token (which is computed
             anyway).
         same_context: per prompt, whether its known text stands in the context that it was read in.
-            It is one match of exact KV, beside exact hits, and all that has changed before it is at
-            most `BEFORE_SHARE` as long.
+            That is one match of exact KV, in a prompt that continues no other one. Before it,
+            source and prompt have at most `BEFORE_SHARE` of its length each that the other has not
+            at the same place.
     """
 
     kinds: Tensor
@@ -79,6 +80,8 @@ class Plan:
         matches: Sequence[Match] = (),
         in_place: Iterable[int] = (),
         hits: Sequence[Match] = (),
+        *,
+        continues: bool = False,
     ) -> "Plan":
         """Return the plan of one prompt of `num_tokens` tokens.
 
@@ -89,6 +92,7 @@ class Plan:
             matches: grafts, disjoint from each other and from the prefix blocks.
             in_place: prefix blocks that are approximate, and that a policy may recompute in place.
             hits: text of the prefix blocks, with its readings.
+            continues: whether some of the prefix blocks are approximate.
         """
         kinds = np.full(num_tokens, Kind.FRESH, np.uint8)
         in_blocks(kinds, block_size)[list(prefix_blocks)] = Kind.PREFIX
@@ -101,7 +105,8 @@ class Plan:
         kinds[-1] = Kind.FRESH
         readings = np.full(num_tokens, -1, np.int64)
         for match in (*hits, *matches):
-            readings[match.start : match.start + match.length] = match.read_in
+            read_in = match.source if match.reading is None else match.reading
+            readings[match.start : match.start + match.length] = read_in
 
         readings[-1] = -1
         grafts = grafted_tokens(matches, block_size)
@@ -116,7 +121,7 @@ class Plan:
             graft_shifts=shifts,
             readings=torch.from_numpy(readings),
             ends_in_graft=(ends_in_graft,),
-            same_context=(Kind.IN_PLACE not in kinds and _is_in_context(matches, hits),),
+            same_context=(not continues and _is_in_context(matches, hits),),
         )
 
     @classmethod
@@ -384,6 +389,10 @@ def _is_in_context(matches: Sequence[Match], hits: Sequence[Match]) -> bool:
     if len(matches) != 1 or matches[0].depth:
         return False
     [match] = matches
-    shared = sum(hit.length for hit in hits if hit.read_in == match.read_in)
+    shared = sum(
+        hit.length
+        for hit in hits
+        if (hit.source, hit.source_start) == (match.source, hit.start) and hit.start < match.start
+    )
     changed = max(match.start, match.source_start) - shared
     return changed <= BEFORE_SHARE * match.length

@@ -41,7 +41,8 @@ class SequenceState:
         num_dropped: prompt tokens that its pages do not or will not hold. The remaining tokens lie
             closer together there, so that token t of the answer lies at t - num_dropped.
         plan: how the KV of its prompt is obtained.
-        recovers_by: policy that recovers the grafts of `plan`: `policy`, or one that it chooses.
+        recovers_by: policy that recovers its grafts: `policy`, or one that it chooses from. The
+            most careful one until the plan is made.
         continued: approximate blocks of an earlier prompt that it continues from, if any.
         continuation_keys: keys of its blocks from the first approximate one on, for prompts that
             continue from them.
@@ -85,7 +86,7 @@ class SequenceState:
         self.num_prompt = len(self.tokens)
         self.report.prompt_tokens = self.num_prompt
         self.report.policy = self.policy.name
-        self.recovers_by = self.policy
+        self.recovers_by = self.policy.choices[0]
         if not self.policy.uses_grafts:
             self.refusal = "policy_full"
 
@@ -106,9 +107,9 @@ class SequenceState:
         return self.first_tokens(len(self.tokens))
 
     @property
-    def policy_name(self) -> str:
-        """Its policy with all options."""
-        return str(self.policy)
+    def work_name(self) -> str:
+        """Policy that recovers its grafts, with all options."""
+        return str(self.recovers_by)
 
     @property
     def grafts_local_heads(self) -> bool:
@@ -146,7 +147,7 @@ class SequenceState:
         approximate KV. None: it shares no blocks."""
         if not self.shares_prefix:
             return None
-        return self.policy_name, self.matches_similar, self.flow, self.shared
+        return str(self.policy), self.matches_similar, self.flow, self.shared
 
     def depths(self, count: int) -> np.ndarray:
         """Depths of its first blocks, int16 [count]: see `BlockProvenance.depths`."""
@@ -167,12 +168,9 @@ class SequenceState:
             plan.num_tokens - report.fresh_tokens - report.grafted_tokens - continued
         )
         report.conclude(self.refusal or self.reason)
-        self.recovers_by = self.policy
-        report.recovered_by = None
-        if plan.grafted.any():
-            self.recovers_by = self.policy.chosen_for(plan, torch.from_numpy(self.prompt))
-            if self.recovers_by is not self.policy:
-                report.recovered_by = str(self.recovers_by)
+        self.recovers_by = self.policy.chosen_for(plan, torch.from_numpy(self.prompt))
+        chooses = self.recovers_by is not self.policy and bool(plan.grafted.any())
+        report.recovered_by = str(self.recovers_by) if chooses else None
 
     @property
     def num_reserved(self) -> int:

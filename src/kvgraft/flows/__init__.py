@@ -52,9 +52,11 @@ def parse_flow(text: str) -> Flow | None:
 
 def with_default(text: str, option: str, value: int) -> str:
     """Return the text of a flow with an option added, unless the text sets it."""
-    if f"{option}=" in text:
+    file = _FILE.fullmatch(text)
+    behind = (file["rest"] or "") if file else text
+    if f"{option}=" in behind:
         return text
-    return f"{text}{',' if '=' in text else ':'}{option}={value}"
+    return f"{text}{',' if '=' in behind else ':'}{option}={value}"
 
 
 def _from_file(path: str, rest: str) -> Flow:

@@ -84,7 +84,10 @@ class Guard:
             guarded: whether the breaker may change how the request is answered.
             can_be_watched: whether its answer can be scored.
         """
-        name = f"{policy.name} (default)" if policy == self._default else policy.name
+        name = policy.name
+        if (careful := policy.choices[0]) is not policy:
+            name = f"{name} with {careful.name}"
+        name = f"{name} (default)" if policy == self._default else name
         breaker = self._policies.setdefault(name, _Guarded(self._breaker(name, policy))).breaker
         drawn = can_be_watched and self._sampling.draw()
         if breaker is None or not guarded:
@@ -173,7 +176,7 @@ class Guard:
         target."""
         if self.target is None:
             return None
-        grows = hasattr(policy.careful, BUDGET)
+        grows = hasattr(policy.choices[0], BUDGET)
         levels = tuple(level for level in Level if grows or level is not Level.LARGER_BUDGET)
         return Breaker(self.target.share, levels, self._clock, lambda one: self._tell(name, one))
 
@@ -234,6 +237,6 @@ def with_larger_budget(policy: Policy) -> Policy | None:
     Returns:
         None if the policy has no such option, or recomputes nothing or everything.
     """
-    policy = policy.careful
+    policy = policy.choices[0]
     share = getattr(policy, BUDGET, 0.0)
     return with_options(policy, {BUDGET: min(1.0, LARGER * share)}) if 0 < share < 1 else None

@@ -29,10 +29,10 @@ class Auto(Policy):
     """Recover prompts whose known text has kept its context by one policy, and all others by
     another.
 
-    The context is the same if `Plan.same_context` is true, and the new text before the known one
-    does not share its wording: values of similar documents are told apart only if they were read
-    together. KVGraft's own method. `kvgraft calibrate` measures which policy is near enough where
-    the context is the same; docs/results/auto.md has the study.
+    The context is the same if `Plan.same_context` is true, and no text before the known one shares
+    its wording: else values of similar documents are confused (docs/results/alike.md). KVGraft's
+    own method. `kvgraft calibrate` measures which policy is near enough where the context is the
+    same.
 
     Raises:
         ValueError: a policy that it cannot choose, or an option of it out of range.
@@ -45,46 +45,45 @@ class Auto(Policy):
     new_context: str = "spread"
 
     def __post_init__(self) -> None:
-        _ = self._policies
+        _ = self.choices
+
+    @cached_property
+    def choices(self) -> tuple[Policy, ...]:
+        return _nested("new_context", self.new_context), _nested("same_context", self.same_context)
 
     @property
     def recovers_in_place(self) -> bool:  # type: ignore[override]
-        """Same as that of `new_context`, which recovers prompts that continue others."""
-        return self._policies[1].recovers_in_place
-
-    @property
-    def choices(self) -> tuple[str, str]:
-        """The policies as texts: `new_context` first."""
-        return self.new_context.replace("/", ","), self.same_context.replace("/", ",")
-
-    @property
-    def careful(self) -> Policy:
-        return self._policies[1]
+        """Same as that of `new_context`, since a prompt that continues another has a new one."""
+        return self.choices[0].recovers_in_place
 
     def chosen_for(self, plan: Plan, token_ids: Tensor) -> Policy:
-        before = token_ids[plan.fresh & ~plan.question]
-        is_same = all(plan.same_context) and not shares_wording(before, token_ids[plan.grafted])
-        return self._policies[0 if is_same else 1]
+        is_same = (
+            plan.same_context == (True,)
+            and plan.grafted.any()
+            and not shares_wording(token_ids[: int(plan.graft_targets[0])], token_ids[plan.grafted])
+        )
+        return self.choices[1 if is_same else 0]
 
     def residual_layers(self, num_layers: int) -> tuple[int, ...]:
         """The layers of both policies."""
-        both = {layer for one in self._policies for layer in one.residual_layers(num_layers)}
+        both = {layer for one in self.choices for layer in one.residual_layers(num_layers)}
         return tuple(sorted(both))
 
     def recover(self, ctx: PrefillContext) -> Hidden:
-        """Recover by the chosen policy. Hosts call that themselves, prompt by prompt."""
+        """Recover by the chosen policy; a batch by that for a new context. Hosts call the chosen
+        policy themselves, prompt by prompt."""
         return self.chosen_for(ctx.plan, ctx.token_ids).recover(ctx)
-
-    @cached_property
-    def _policies(self) -> tuple[Policy, Policy]:
-        """The policies for the same and for a new context."""
-        return _nested("same_context", self.same_context), _nested("new_context", self.new_context)
 
 
 def auto_of(same_context: str, new_context: str) -> str:
     """Return `auto` with two policies, each `name:option=value,option=value`."""
     nested = (policy.replace(",", "/") for policy in (same_context, new_context))
     return "auto:same_context={},new_context={}".format(*nested)
+
+
+def chosen_by(auto: Auto) -> tuple[str, str]:
+    """Return the policies that `auto_of` was given, that for a new context first."""
+    return auto.new_context.replace("/", ","), auto.same_context.replace("/", ",")
 
 
 def can_choose(policy: Policy) -> bool:
@@ -96,9 +95,14 @@ def _nested(option: str, given: object) -> Policy:
     """Return the policy that an option names.
 
     Raises:
-        ValueError: it is none that `Auto` can choose.
+        ValueError: it is none that `Auto` can choose; the message names the option.
     """
-    if not isinstance(given, str):
-        raise ValueError(f"{option} must name a policy, got {given!r}")
-    name, options = parse("policy", given.replace("/", ","))
-    return make(option, CHOICES, name, options)
+    if not isinstance(given, str) or "," in given:
+        raise ValueError(
+            f"{option} must be a policy, name:option=value/option=value, got {given!r}"
+        )
+    try:
+        name, options = parse("policy", given.replace("/", ","))
+        return make("policy", CHOICES, name, options)
+    except ValueError as error:
+        raise ValueError(f"{option}={given}: {error}") from error

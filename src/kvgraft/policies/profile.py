@@ -8,9 +8,10 @@ from hashlib import sha256
 import msgspec
 
 from kvgraft.core.segmentation import parse_match
-from kvgraft.flows import with_default
+from kvgraft.flows import DENSE, with_default
 from kvgraft.kv.profiles import ModelProfile
 from kvgraft.policies import Auto, parse_policy
+from kvgraft.policies.auto import chosen_by
 from kvgraft.prefill.context import Policy
 
 POLICY_FILE = "policy.json"  # in a model directory
@@ -121,8 +122,13 @@ class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=
         new context first."""
         policy, was_tried = parse_policy(self.policy), {one.policy for one in self.tried}
         if isinstance(policy, Auto) and self.policy not in was_tried:
-            return policy.choices
+            return chosen_by(policy)
         return (self.policy,)
+
+    @property
+    def flow_setting(self) -> str | None:
+        """The recommended flow, for sequences of at least the measured length; None without one."""
+        return None if self.flow == DENSE else with_default(self.flow, "from_tokens", self.tokens)
 
     @cached_property
     def name(self) -> str:
@@ -157,9 +163,8 @@ class PolicyProfile(ModelProfile, frozen=True, dict=True, forbid_unknown_fields=
     def _of_flow(self) -> str:
         for one in self.flows:
             if one.flow == self.flow:
-                flow = with_default(one.flow, "from_tokens", self.tokens)
                 return (
-                    f"; --flow {flow} decodes {one.faster:.1f} times as fast after "
+                    f"; --flow {self.flow_setting} decodes {one.faster:.1f} times as fast after "
                     f"{self.tokens} tokens, at KL {one.kl[0]:.4f}"
                 )
         return ""

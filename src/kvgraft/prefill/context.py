@@ -340,9 +340,9 @@ class Policy(ABC):
         return ()
 
     @property
-    def careful(self) -> "Policy":
-        """Itself, or the most careful of the policies that it chooses from."""
-        return self
+    def choices(self) -> "tuple[Policy, ...]":
+        """Itself, or the policies that it chooses from, the most careful one first."""
+        return (self,)
 
     def chosen_for(self, plan: Plan, token_ids: Tensor) -> "Policy":
         """Return the policy that recovers a prompt: itself, unless it chooses by prompt.

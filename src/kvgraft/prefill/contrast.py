@@ -17,6 +17,7 @@ from kvgraft.core.plan import Plan
 
 WORDING_TOKENS = 4  # a run of this length that two texts share is shared wording
 WORDING_SHARE = 0.3  # a segment with less shared wording is no candidate
+ALIKE_RUNS = 16  # shared runs from which a text may look like a part of another one
 PHRASE_TOKENS = 5  # shared wording must be long: runs that recur by chance seldom reach this length
 SLOT_TOKENS = 16  # a longer run without shared wording is text of its own
 HEAD_TOKENS = 8  # the first tokens of such a run are recomputed
@@ -84,8 +85,11 @@ def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> 
 
 
 def shares_wording(text: Tensor, other: Tensor) -> bool:
-    """Return whether `WORDING_SHARE` of a text int64 [n], or more, is runs of `WORDING_TOKENS` that
-    another text int64 [m] has, too."""
+    """Return whether a text int64 [n] may look like a part of another one, int64 [m].
+
+    `ALIKE_RUNS` of its runs of `WORDING_TOKENS` stand in the other one, or in a short text
+    `WORDING_SHARE` of them.
+    """
     if min(len(text), len(other)) < WORDING_TOKENS:
         return False
     powers = _FACTOR ** np.arange(WORDING_TOKENS, dtype=np.uint64)
@@ -93,7 +97,7 @@ def shares_wording(text: Tensor, other: Tensor) -> bool:
         (one.unfold(0, WORDING_TOKENS, 1).numpy().astype(np.uint64) * powers).sum(1)
         for one in (text, other)
     )
-    return bool(np.isin(mine, theirs).mean() >= WORDING_SHARE)
+    return bool(np.isin(mine, theirs).sum() >= min(ALIKE_RUNS, WORDING_SHARE * len(mine)))
 
 
 def _differences(

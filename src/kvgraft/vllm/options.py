@@ -85,7 +85,7 @@ class RequestOptions:
         quality `exact` mean the same.
 
         Policy options without a `policy`, or with the bare name of the default policy, change that
-        option of the default policy.
+        option of the default policy (see `_changed`).
 
         Raises:
             ValueError: a field does not exist or a value is not allowed; the message names it.
@@ -220,7 +220,13 @@ def pin_namespace(cache_salt: str, adapter: str) -> str:
 
 
 def _changed(policy: Policy, options: Mapping[str, Any]) -> Policy:
-    """Return the policy with these options changed; a ValueError names the allowed fields."""
+    """Return the policy with these options changed; a ValueError names the allowed fields.
+
+    Of a policy that chooses by prompt, options that it has not itself change its most careful
+    choice, which then recovers the prompt.
+    """
+    if not options.keys() <= {field.name for field in fields(policy)}:
+        policy = policy.choices[0]
     try:
         return with_options(policy, options)
     except UnknownOption as error:

@@ -42,9 +42,10 @@ def warm_up(host: ModelHost, policy: Policy, max_length: int) -> None:
             torch.arange(length) % VOCABULARY,
         )
         groups = 1 + max(host.group_of)
-        policy.recover(
-            VllmPrefill(host, plan, tokens, [[target] * groups], np.stack([source] * groups, 1))
-        )
+        for one in policy.choices:
+            one.recover(
+                VllmPrefill(host, plan, tokens, [[target] * groups], np.stack([source] * groups, 1))
+            )
         host.clear(torch.from_numpy(target))
 
 

@@ -208,7 +208,7 @@ class RequestIntake:
         most = request.num_prompt_tokens + request.max_tokens
         follows = self._flow is not None and self._flow.reaches(most)
         if refusal is None and isinstance(options, RequestOptions):
-            policy = state.policy_name
+            policy = str(options.policy)
             state.recovery_key = policy, options.match_similar, follows, state.shared
 
         # A flow makes the KV of generated tokens approximate.

@@ -112,7 +112,7 @@ class Recoveries:
         tables = pool.groups.tables(block_ids, state.reserved)
         pages = pool.tables_of(sources).T
         policy = options.policy.chosen_for(reuse.plan, torch.from_numpy(state.input_ids))
-        state.report.recovered_by = None if policy is options.policy else str(policy)
+        state.recovers_by = None if policy is options.policy else policy
         rest = state.documents, state.provenance.scope, state.adapter, state.kept
         self._jobs.append(Job(state.id, policy, reuse.plan, state.input_ids, tables, pages, *rest))
 

@@ -72,8 +72,9 @@ class Reporting:
         report.depth = state.provenance.depth
         report.conclude(state.reason)
 
+        chosen = None if reuse is None else state.recovers_by
+        report.recovered_by = None if chosen is None else str(chosen)
         if reuse is None:
-            report.recovered_by = None
             report.computed_share, report.recomputed_tokens, report.counts = (
                 report.fresh_tokens / num_prompt,
                 0,

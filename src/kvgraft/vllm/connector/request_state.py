@@ -10,6 +10,7 @@ from kvgraft.core.admission import Reuse
 from kvgraft.core.approximate_prefix import Continued
 from kvgraft.core.plan import Plan
 from kvgraft.core.provenance import BlockProvenance
+from kvgraft.prefill.context import Policy
 from kvgraft.vllm.compat.adapters import Adapter
 from kvgraft.vllm.groups import Reserved
 from kvgraft.vllm.options import (
@@ -41,6 +42,8 @@ class RequestState:
         continued: approximate prefix of an earlier prompt that the request continues with, or None.
         hashes: number of the first masked block, and vLLM's own block hashes from there on.
         plan: plan of the last recovery that has not failed.
+        recovers_by: policy that the request's policy has chosen for its last recovery; None if it
+            is that one itself.
         recovery: the admitted decision while the workers recover it.
         is_counted: True if the metrics have counted the request.
         is_trial: True if the request tries the plan of another request (shadow mode). It leaves no
@@ -65,6 +68,7 @@ class RequestState:
     continued: Continued[Any] | None = None
     hashes: tuple[int, list[Any]] | None = None
     plan: Plan | None = None
+    recovers_by: Policy | None = None
     recovery: Reuse | None = None
     is_counted: bool = False
     is_trial: bool = False
@@ -106,9 +110,12 @@ class RequestState:
         return (self.provenance.scope, *self.shared)
 
     @property
-    def policy_name(self) -> str:
-        """Policy that recovers the grafts, with its options."""
-        return str(self.options.policy) if isinstance(self.options, RequestOptions) else ""
+    def work_name(self) -> str:
+        """Policy whose work its recovery takes, with options: the most careful one before the
+        choice."""
+        if not isinstance(self.options, RequestOptions):
+            return ""
+        return str(self.recovers_by or self.options.policy.choices[0])
 
     @property
     def matches_similar(self) -> bool:
