@@ -27,11 +27,11 @@ from kvgraft.models.find import find_model
 from kvgraft.server.process import Server
 from kvgraft_lab.evaluate.hosts import HttpHost
 from kvgraft_lab.evaluate.prompts import as_text
-from kvgraft_lab.evaluate.runner import EvalSettings, run
+from kvgraft_lab.evaluate.runner import EvalRow, EvalSettings, run
 from kvgraft_lab.evaluate.scoring import ORDER_NOISE
 from kvgraft_lab.evaluate.statistics import bootstrap
-from kvgraft_lab.evaluate.summaries import Summary, summarise
-from kvgraft_lab.evaluate.tasks import Item, Shape
+from kvgraft_lab.evaluate.summaries import summarise
+from kvgraft_lab.evaluate.tasks import Ask, Item, Shape
 from kvgraft_lab.evaluate.tasks.docs import make_docs
 from kvgraft_lab.evaluate.tasks.own import edit_known
 from load import Client
@@ -79,6 +79,20 @@ class ServedFigures:
     fallbacks: int
 
 
+class RememberingHost(HttpHost):
+    """A server whose answers to equal prompts are asked for once, for several comparisons."""
+
+    def __init__(self, url: str, model_dir: Path) -> None:
+        super().__init__(url, model_dir)
+        self._said: dict[Any, Any] = {}
+
+    def _ask(self, item: Item, policy: str, ask: Ask, answer: Sequence[int] = ()) -> Any:
+        key = policy, ask, tuple(answer)
+        if key not in self._said:
+            self._said[key] = super()._ask(item, policy, ask, answer)
+        return self._said[key]
+
+
 @dataclass(frozen=True)
 class Timed:
     """Times of one answer, s, and the share of the KV pool that it takes."""
@@ -94,8 +108,15 @@ def servers(head_map: Path, flow: str, store: Path) -> dict[str, tuple[str, ...]
         POLICY: (),
         "near-duplicates": ("--kvgraft-match", "similar"),
         "flow": ("--flow", flow),
-        "head paging": ("--kvgraft-head-paging", "--kvgraft-head-map", str(head_map)),
-        "store and guard": ("--kvgraft-store-dir", str(store), "--kvgraft-guard", "0.1"),
+        "head paging, store, guard": (
+            "--kvgraft-head-paging",
+            "--kvgraft-head-map",
+            str(head_map),
+            "--kvgraft-store-dir",
+            str(store),
+            "--kvgraft-guard",
+            "0.1",
+        ),
     }
     flags: dict[str, tuple[str, ...]] = {}
     before: tuple[str, ...] = ()
@@ -156,18 +177,15 @@ def _usage(client: Client) -> float:
 
 
 def figures_of(
-    name: str,
-    rows: Sequence[Summary],
-    by_pattern: Sequence[Summary],
-    times: Sequence[tuple[Timed, Timed]],
-    kv_gib: int,
+    name: str, rows: Sequence[EvalRow], times: Sequence[tuple[Timed, Timed]], kv_gib: int
 ) -> ServedFigures:
-    """Join the summaries of one evaluation and the times of one server."""
+    """Join the rows of one evaluation, those of order noise, and the times of one server."""
+    summaries = summarise(rows, "all")
     full, ours, noise = (
-        next(one for one in rows if one.policy == policy)
+        next(one for one in summaries if one.policy == policy)
         for policy in ("full", POLICY, ORDER_NOISE)
     )
-    patterns = {(one.group, one.policy): one.answer_kl.value for one in by_pattern}
+    patterns = {(one.group, one.policy): one.answer_kl.value for one in summarise(rows, "pattern")}
     worst = max(
         (value / patterns[group, ORDER_NOISE], group)
         for (group, policy), value in patterns.items()
@@ -195,8 +213,8 @@ def main(
     out: Annotated[Path, typer.Option(help="Directory of answers and the store.")] = Path(
         "together"
     ),
-    flow: Annotated[str, typer.Option(help="Of the answers.")] = "quest",
-    length: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 2048,
+    flow: Annotated[str, typer.Option(help="Of the answers.")] = "quest:topk_blocks=13",
+    length: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1536,
     segments: Annotated[int, typer.Option(help="Passages of a prompt.")] = 6,
     items: Annotated[int, typer.Option(help="Texts a task, see kvgraft eval.")] = 3,
     seed: Annotated[int, typer.Option(help="Of texts and questions.")] = 15000,
@@ -206,19 +224,25 @@ def main(
 ) -> None:
     """Start the servers one after the other, beside one without reuse, and measure each."""
     folder, console = find_model(model), Console(quiet=as_json)
-    suite = edit_known(make_docs("test"), EDITED_SHARE)
+    suite = make_docs("test")
+    edited = edit_known(suite, EDITED_SHARE)
     settings = EvalSettings(
-        (suite,), ("full", POLICY), (length,), segments, items=items, seed=seed, order_noise=True
+        (edited,), ("full", POLICY), (length,), segments, items=items, seed=seed
     )
+    # Segments that were edited are not known, so they have no other order.
+    unedited = replace(settings, suites=(suite,), policies=("full",), order_noise=True)
     options = ServerOptions(folder, dtype, length + 1024, kv_gib=2)
     shape = Shape(length, segments)
-    timed = [replace(item, chat=True) for item in suite.items(seed, items, shape)]
+    timed = [replace(item, chat=True) for item in edited.items(seed, items, shape)]
     facts = configuration(options, folder.name) | {"flow": flow, "edited": EDITED_SHARE}
     console.print(line_of_settings(facts))
 
     figures: list[ServedFigures] = []
     with start(options) as plain:
-        truth = HttpHost(plain.url, folder)
+        truth = RememberingHost(plain.url, folder)
+        with progress_bar(errors, ORDER_NOISE) as on_progress:
+            noise = run(unedited, truth, out / "order_noise", on_progress)
+        noise = [row for row in noise if row.policy == ORDER_NOISE]
         for name, flags in servers(head_map, flow, out / "store").items():
             if only and not any(part in name for part in only.split(",")):
                 continue
@@ -227,11 +251,7 @@ def main(
                 with progress_bar(errors, name) as on_progress:
                     rows = run(settings, host, out / name.replace(" ", "_"), on_progress)
                 times = asyncio.run(measure_times(plain, ours, timed, host))
-            figures.append(
-                figures_of(
-                    name, summarise(rows, "all"), summarise(rows, "pattern"), times, options.kv_gib
-                )
-            )
+            figures.append(figures_of(name, [*rows, *noise], times, options.kv_gib))
             console.print(_table(figures[-1:]))
     console.print(_table(figures))
     if as_json:

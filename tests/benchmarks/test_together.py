@@ -9,7 +9,6 @@ import pytest
 from kvgraft_lab.evaluate.hosts import Answer
 from kvgraft_lab.evaluate.runner import EvalRow
 from kvgraft_lab.evaluate.scoring import ORDER_NOISE
-from kvgraft_lab.evaluate.summaries import summarise
 from together import Timed, figures_of, servers
 
 
@@ -39,7 +38,7 @@ def test_figures_compare_with_vllm_prompt_by_prompt():
         (Timed(3.0, 0.2, 0.5), Timed(1.0, 0.4, 0.25)),
         (Timed(9.0, 0.2, 0.5), Timed(3.0, 0.2, 0.25)),
     ]
-    found = figures_of("spread", summarise(rows, "all"), summarise(rows, "pattern"), times, 2)
+    found = figures_of("spread", rows, times, 2)
     assert (found.prompts, found.score, found.less[0]) == (2, 0.5, 0.5)
     assert found.kl / found.noise == pytest.approx(1.6)
     assert found.worst == (pytest.approx(3.0), "alone")
