@@ -1,4 +1,4 @@
-"""All five systems on one server of a real model, against vLLM with exact prefixes only:
+"""All five systems on one server of a real model, against a server that reuses exact prefixes only:
 near-duplicates, recovery, sparse decode and per-head KV eviction, with a store and the guard.
 
 Each server has one feature more than the one before. Two servers answer the same prompts in turn:
@@ -234,7 +234,11 @@ def main(
     options = ServerOptions(folder, dtype, length + 1024, kv_gib=2)
     shape = Shape(length, segments)
     timed = [replace(item, chat=True) for item in edited.items(seed, items, shape)]
-    facts = configuration(options, folder.name) | {"flow": flow, "edited": EDITED_SHARE}
+    facts = (
+        configuration(options, folder.name)
+        | {"flow": flow, "edited": EDITED_SHARE}
+        | {"tokens": length, "passages": segments, "items": items, "seed": seed}
+    )
     console.print(line_of_settings(facts))
 
     figures: list[ServedFigures] = []

@@ -56,6 +56,8 @@ def test_the_last_token_is_always_computed():
         (8, 4, {}, True),
         (9, 4, {}, False),  # more than a tenth of 80 tokens before it
         (4, 9, {}, False),
+        (4, 0, {}, False),  # it was the beginning of its prompt
+        (0, 4, {}, True),
         (8, 4, {"depth": 1}, False),
     ],
 )

@@ -211,11 +211,12 @@ def calibrate(
         for one in others
     )
     chosen = choose(tried, settings.budget)
-    policies = _choices(tried, chosen)
+    policies = _candidates(tried, chosen)
     checking = run(
         settings.evaluation(policies, checks=True), host, directory / CHECKING, on_progress
     )
-    policy = policies[-1] if is_confirmed(_same_context(checking), policies[-1]) else chosen.policy
+    cheaper, auto = policies[1:] or (chosen.policy, chosen.policy)
+    policy = auto if is_confirmed(_same_context(checking), cheaper) else chosen.policy
     found = {one.policy: one for one in summarise(checking, "all")}
     noise = _interval(found[ORDER_NOISE].answer_kl)
     asked, edited = settings.edited_evaluation(policy), []
@@ -268,11 +269,12 @@ def _same_context(rows: Sequence[EvalRow]) -> list[Summary]:
     return summarise([row for row in rows if row.pattern in SAME_CONTEXT], "all")
 
 
-def _choices(tried: Sequence[MeasuredPolicy], chosen: MeasuredPolicy) -> tuple[str, ...]:
-    """Return the chosen policy, and `auto` with a cheaper one if there is one."""
+def _candidates(tried: Sequence[MeasuredPolicy], chosen: MeasuredPolicy) -> tuple[str, ...]:
+    """Return the chosen policy, and a cheaper one and `auto` with both if there is one."""
     cheaper = choose_cheaper(tried, chosen)
-    auto = () if cheaper is None else (auto_of(cheaper.policy, chosen.policy),)
-    return (chosen.policy, *auto)
+    if cheaper is None:
+        return (chosen.policy,)
+    return chosen.policy, cheaper.policy, auto_of(cheaper.policy, chosen.policy)
 
 
 def choose_cheaper(

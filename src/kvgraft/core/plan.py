@@ -58,7 +58,7 @@ class Plan:
         same_context: per prompt, whether its known text stands in the context that it was read in.
             That is one match of exact KV, in a prompt that continues no other one. Before it,
             source and prompt have at most `BEFORE_SHARE` of its length each that the other has not
-            at the same place.
+            at the same place. Text that began its own prompt stands in that context only there.
     """
 
     kinds: Tensor
@@ -394,5 +394,7 @@ def _is_in_context(matches: Sequence[Match], hits: Sequence[Match]) -> bool:
         for hit in hits
         if (hit.source, hit.source_start) == (match.source, hit.start) and hit.start < match.start
     )
+    if not match.source_start and match.start:
+        return False  # It was the beginning of its prompt, and no longer is.
     changed = max(match.start, match.source_start) - shared
     return changed <= BEFORE_SHARE * match.length
