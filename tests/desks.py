@@ -254,7 +254,7 @@ class BarePrompt:
 
     input_ids: np.ndarray
     scopes: tuple[bytes, ...]
-    work_name: str
+    policy_name: str
     refusal: str | None
     recovers_in_place: bool
     provenance: BlockProvenance
@@ -266,8 +266,12 @@ class BarePrompt:
     report: PrefillReport = field(default_factory=PrefillReport)
 
     @property
+    def recovery_name(self) -> str:
+        return self.policy_name
+
+    @property
     def recovery_key(self) -> Hashable:
-        return self.work_name, self.scopes
+        return self.policy_name, self.scopes
 
 
 class BareDesk(Desk):

@@ -31,7 +31,9 @@ def test_figures_compare_with_vllm_prompt_by_prompt():
             replace(answer, distances={"answer_kl": kl, "flips": 0.0, "loglik": 0.0}),
         )
         for cluster, pattern, ours in (("1", "alone", 0.3), ("2", "tail", 0.02))
-        for policy, score, kl in (("full", 1.0, 0.0), ("spread", 0.5, ours), (ORDER_NOISE, 1.0, 0.1))
+        for policy, score, kl in (
+            ("full", 1.0, 0.0), ("spread", 0.5, ours), (ORDER_NOISE, 1.0, 0.1)
+        )
     ]  # fmt: skip
     times = [
         (Timed(4.0, 0.2, 0.5), Timed(1.0, 0.1, 0.25)),

@@ -1,5 +1,6 @@
 """`kvgraft calibrate`, and what takes the profile that it writes."""
 
+import dataclasses
 import errno
 import json
 from collections.abc import Sequence
@@ -40,10 +41,13 @@ from kvgraft_lab.evaluate.calibration import (
     choose_flow,
     choose_matching,
     explain,
+    is_confirmed,
     render,
 )
-from kvgraft_lab.evaluate.runner import ROWS, read_rows
+from kvgraft_lab.evaluate.hosts import Answer
+from kvgraft_lab.evaluate.runner import ROWS, EvalRow, read_rows
 from kvgraft_lab.evaluate.scoring import ORDER_NOISE
+from kvgraft_lab.evaluate.summaries import summarise
 from kvgraft_lab.evaluate.tasks.items import PATTERNS, Shape
 from kvgraft_lab.evaluate.tasks.own import make_own
 from kvgraft_lab.testbed import MODEL_DIR
@@ -156,6 +160,68 @@ def test_a_cheaper_policy_is_chosen_where_the_context_is_the_same():
     assert [one.name for one in parse_policy(auto).choices] == ["spread", "epic"]
     own = replace(profile, tried=(*listed, tried(auto, 0.2, 0.02, 0.0)))
     assert own.chosen == (auto,)
+
+
+@pytest.mark.parametrize(
+    ("kl", "prompts", "confirmed"), [(0.009, 8, True), (0.011, 8, False), (0.0, 7, False)]
+)
+def test_a_cheaper_policy_is_confirmed_on_other_prompts(kl: float, prompts: int, confirmed: bool):
+    answer = Answer("a", 1.0, 100, 0, 90, 0, 10, 0.1, None)
+    rows = [
+        EvalRow(
+            f"own/512/{number}", 0, "own", "continuation", "tail", 512, False, policy, (), 1, 0, 0,
+            dataclasses.replace(answer, distances=dict.fromkeys(("answer_kl", "flips"), value)),
+        )
+        for number in range(prompts)
+        for policy, value in (("full", 0.0), ("naive", kl), (ORDER_NOISE, 0.1))
+    ]  # fmt: skip
+    assert is_confirmed(summarise(rows, "all"), "naive") == confirmed
+    assert not is_confirmed(summarise(rows, "all"), "epic")
+
+
+def test_a_calibration_writes_auto_and_an_engine_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With limits that any policy is within."""
+    for name, value in {"NEAR": 1e9, "NEAR_NOISE": 1e9, "LEAST_PROMPTS": 2}.items():
+        monkeypatch.setattr(f"kvgraft_lab.evaluate.calibration.{name}", value)
+    monkeypatch.setattr(
+        "kvgraft_lab.evaluate.calibration.choose",
+        lambda tried, _: max(tried, key=lambda o: o.flops),
+    )
+    model = link_model(tmp_path / "model")
+    small = [
+        "--items",
+        "12",
+        *SMALL[2:-2],
+        "--flows",
+        "dense",
+        "--results",
+        str(tmp_path / "results"),
+    ]
+    assert run(app, ["calibrate", str(model), *small]) == 0
+    profile = PolicyProfile.load(model / POLICY_FILE)
+    assert profile.policy == "auto:same_context=naive,new_context=transitive"
+    assert profile.chosen == ("transitive", "naive")
+    assert profile.expected.policy == profile.policy
+    checked = read_rows(tmp_path / "results" / CHECKING)
+    assert {row.policy for row in checked} == {
+        "full",
+        "transitive",
+        "naive",
+        profile.policy,
+        ORDER_NOISE,
+    }
+    asked = {(row.cluster, row.number, row.policy): row.answer for row in checked}
+    same = {
+        (row.pattern, asked[row.cluster, row.number, "naive"].flops == row.answer.flops)
+        for row in checked
+        if row.policy == profile.policy
+    }
+    assert {pattern for pattern, is_naive in same if is_naive} <= {"instruction", "tail"}
+    assert any(is_naive for _, is_naive in same)
+    assert str(Engine(model, num_pages=32).policy) == str(parse_policy(profile.policy))
+    assert KVGraftSettings(profile=str(model / POLICY_FILE)).default_policy == profile.policy
 
 
 def test_the_cheapest_matching_within_order_noise_is_chosen():

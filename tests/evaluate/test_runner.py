@@ -399,12 +399,12 @@ def test_another_server_answers_full(monkeypatch: pytest.MonkeyPatch):
         options = body["kv_transfer_params"]["kvgraft"]
         asked.append((host, body["model"], options.get("policy", options.get("reuse"))))
         token, text = (5, "42") if host == "dense" or "forced_output" in options else (6, "43")
-        told = {
+        logprobs = {
             "tokens": [f"token_id:{token}"],
             "top_logprobs": [{"token_id:5": -0.1, "token_id:6": -3.0}],
         }
         last = {
-            "choices": [{"text": text, "logprobs": told}],
+            "choices": [{"text": text, "logprobs": logprobs}],
             "kv_transfer_params": {"kvgraft": report},
         }
         return httpx.Response(200, text=f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n")

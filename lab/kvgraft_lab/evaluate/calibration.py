@@ -211,12 +211,15 @@ def calibrate(
         for one in others
     )
     chosen = choose(tried, settings.budget)
-    policies = _candidates(tried, chosen)
+    policy, cheaper = chosen.policy, choose_cheaper(tried, chosen)
+    checked: tuple[str, ...] = (policy,)
+    if cheaper is not None:
+        checked = policy, cheaper.policy, auto_of(cheaper.policy, policy)
     checking = run(
-        settings.evaluation(policies, checks=True), host, directory / CHECKING, on_progress
+        settings.evaluation(checked, checks=True), host, directory / CHECKING, on_progress
     )
-    cheaper, auto = policies[1:] or (chosen.policy, chosen.policy)
-    policy = auto if is_confirmed(_same_context(checking), cheaper) else chosen.policy
+    if cheaper is not None and is_confirmed(_same_context(checking), cheaper.policy):
+        policy = checked[-1]
     found = {one.policy: one for one in summarise(checking, "all")}
     noise = _interval(found[ORDER_NOISE].answer_kl)
     asked, edited = settings.edited_evaluation(policy), []
@@ -267,14 +270,6 @@ def choose(tried: Sequence[MeasuredPolicy], budget: float) -> MeasuredPolicy:
 def _same_context(rows: Sequence[EvalRow]) -> list[Summary]:
     """Return summaries of the prompts in which only the instruction changes."""
     return summarise([row for row in rows if row.pattern in SAME_CONTEXT], "all")
-
-
-def _candidates(tried: Sequence[MeasuredPolicy], chosen: MeasuredPolicy) -> tuple[str, ...]:
-    """Return the chosen policy, and a cheaper one and `auto` with both if there is one."""
-    cheaper = choose_cheaper(tried, chosen)
-    if cheaper is None:
-        return (chosen.policy,)
-    return chosen.policy, cheaper.policy, auto_of(cheaper.policy, chosen.policy)
 
 
 def choose_cheaper(

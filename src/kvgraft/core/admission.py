@@ -56,8 +56,13 @@ class PromptState(Protocol):
         """Scopes that it may read, its own first: see `MatchQuery`."""
 
     @property
-    def work_name(self) -> str:
-        """Policy whose work its recovery takes, with options."""
+    def policy_name(self) -> str:
+        """Policy that its costs are estimated for, with options: the most careful of
+        `Policy.choices`."""
+
+    @property
+    def recovery_name(self) -> str:
+        """Policy that has recovered its grafts, with options."""
 
     @property
     def matches_similar(self) -> bool:
@@ -262,7 +267,7 @@ class Admission(Generic[PoolT]):
             return
         num_new = int(plan.fresh.sum())
         num_recovered = num_computed - num_new
-        self.cost_model.learn(prompt.work_name, num_recovered, int(plan.grafted.sum()), num_new)
+        self.cost_model.learn(prompt.recovery_name, num_recovered, int(plan.grafted.sum()), num_new)
 
     def register(
         self,
@@ -338,7 +343,7 @@ class Admission(Generic[PoolT]):
             matches,
             len(prompt.input_ids),
             num_known,
-            prompt.work_name,
+            prompt.policy_name,
             approximate=prompt.continued is not None,
         )
         report = prompt.report

@@ -107,8 +107,13 @@ class SequenceState:
         return self.first_tokens(len(self.tokens))
 
     @property
-    def work_name(self) -> str:
-        """Policy that recovers its grafts, with all options."""
+    def policy_name(self) -> str:
+        """Policy that its costs are estimated for, with all options."""
+        return str(self.policy.choices[0])
+
+    @property
+    def recovery_name(self) -> str:
+        """Policy that has recovered its grafts, with all options."""
         return str(self.recovers_by)
 
     @property

@@ -111,10 +111,11 @@ class Recoveries:
 
         tables = pool.groups.tables(block_ids, state.reserved)
         pages = pool.tables_of(sources).T
-        policy = options.policy.chosen_for(reuse.plan, torch.from_numpy(state.input_ids))
+        token_ids = state.input_ids
+        policy = options.policy.chosen_for(reuse.plan, torch.from_numpy(token_ids))
         state.recovers_by = None if policy is options.policy else policy
         rest = state.documents, state.provenance.scope, state.adapter, state.kept
-        self._jobs.append(Job(state.id, policy, reuse.plan, state.input_ids, tables, pages, *rest))
+        self._jobs.append(Job(state.id, policy, reuse.plan, token_ids, tables, pages, *rest))
 
     def cancel(self, state: RequestState) -> None:
         """Cancel the recovery of an aborted request.

@@ -110,12 +110,16 @@ class RequestState:
         return (self.provenance.scope, *self.shared)
 
     @property
-    def work_name(self) -> str:
-        """Policy whose work its recovery takes, with options: the most careful one before the
-        choice."""
+    def policy_name(self) -> str:
+        """Policy that its costs are estimated for, with options."""
         if not isinstance(self.options, RequestOptions):
             return ""
-        return str(self.recovers_by or self.options.policy.choices[0])
+        return str(self.options.policy.choices[0])
+
+    @property
+    def recovery_name(self) -> str:
+        """Policy that has recovered the grafts, with options."""
+        return self.policy_name if self.recovers_by is None else str(self.recovers_by)
 
     @property
     def matches_similar(self) -> bool:
