@@ -96,6 +96,8 @@ dispatch.segpaged_attention(query, keys, values, *given, implementation="triton"
 by_block = torch.zeros(9, 16, 2, 256, dtype=torch.bfloat16).transpose(1, 2).split(128, dim=3)
 query = torch.zeros(2, 4, 128, dtype=torch.bfloat16)
 dispatch.block_sparse_attention(query, *by_block, tables, lengths, 1.0, implementation="triton")
+sinks = torch.zeros(2, 4)
+dispatch.block_sparse_attention(query, *by_block, tables, lengths, 1.0, None, sinks, implementation="triton")
 """
 FLOWS = """
 from kvgraft.decode.batch import Batch

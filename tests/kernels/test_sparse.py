@@ -20,7 +20,10 @@ NUM_PAGES, SIZE = 40, 16  # ten pages for each of four sequences
     [(1, 32, 32), (4, 64, 64), (3, 80, 80), (16, 48, 32), (20, 576, 576)],
 )
 @pytest.mark.parametrize("lengths", [[1], [16, 16], [5, 17, 160, 33], [160] * 3])
-def test_attention_to_tables_of_pages(implementation, dtype, group, dim, value_dim, lengths):
+@pytest.mark.parametrize("num_sinks", [None, 2])
+def test_attention_to_tables_of_pages(
+    implementation, dtype, group, dim, value_dim, lengths, num_sinks
+):
     torch.manual_seed(len(lengths))
     tables = torch.randperm(NUM_PAGES).view(-1, 10)[: len(lengths)].to(DEVICE)
     # where nobody wrote
@@ -32,7 +35,9 @@ def test_attention_to_tables_of_pages(implementation, dtype, group, dim, value_d
             values.view(-1, dim)[slots] = torch.randn(length, dim).to(keys)
         keys.view(-1, dim)[slots] = torch.randn(length, dim).to(keys)
     query = torch.randn(len(lengths), group, dim).to(keys)
-    arguments = (query, keys, values, tables, torch.tensor(lengths, device=DEVICE), dim**-0.5)
+    sinks = None if num_sinks is None else torch.randn(num_sinks, group, device=DEVICE)
+    lengths = torch.tensor(lengths, device=DEVICE)
+    arguments = (query, keys, values, tables, lengths, dim**-0.5, None, sinks)
     wanted = block_sparse_attention(*arguments, implementation="reference")
     found = block_sparse_attention(*arguments, implementation=implementation)
     assert wanted.shape == (len(lengths), group, value_dim)
@@ -40,6 +45,21 @@ def test_attention_to_tables_of_pages(implementation, dtype, group, dim, value_d
     torch.testing.assert_close(
         found, wanted, atol=2e-5 if dtype is torch.float32 else 2e-2, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
+def test_a_sink_takes_its_share_of_the_softmax_and_adds_no_value(implementation):
+    torch.manual_seed(0)
+    query, keys = torch.randn(4, 3, 32, device=DEVICE), torch.randn(4, SIZE, 32, device=DEVICE)
+    tables, lengths = torch.arange(4, device=DEVICE)[:, None], torch.full((4,), 9, device=DEVICE)
+    sinks = torch.tensor([[0.0, 2.0, -torch.inf], [-1.0, 1.0, 30.0]], device=DEVICE)
+    found = block_sparse_attention(
+        query, keys, keys, tables, lengths, 0.2, sinks=sinks, implementation=implementation
+    )
+    logits = query @ keys[:, :9].transpose(1, 2) * 0.2
+    own = sinks.repeat(2, 1)[..., None]  # sequence s is head s % 2
+    wanted = logits.exp() / (logits.exp().sum(-1, keepdim=True) + own.exp()) @ keys[:, :9]
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
 def best(scores: torch.Tensor, lengths: torch.Tensor, k: int) -> list[list[float]]:

@@ -116,8 +116,11 @@ def make_family(name: str, directory: Path) -> Path:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
     for part, parameter in model.named_parameters():
         # transformers makes them all 0 or 1
-        if part.endswith("bias") or "norm" in part or "sinks" in part:
+        if part.endswith("bias") or "norm" in part:
             parameter.data += 0.1 * torch.randn_like(parameter)
+        # about as much attention as all tokens get
+        if "sinks" in part:
+            parameter.data += 5 + torch.randn_like(parameter)
     # tied to the output: less of the last token, or it would come again
     if name.startswith("Gemma"):
         model.get_input_embeddings().weight.data *= 0.1

@@ -213,10 +213,10 @@ def stored(host: Host) -> bool:
 def followed(model: Path, engine: dict[str, Any]) -> dict[str, Any]:
     """The answer where decode steps do not follow the flow that they followed before, and whether
     log-probabilities differ under it; or why vLLM is not started with one."""
-    from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
     from kvgraft.vllm.compat import FLOW, WORKER_CLASS
+    from kvgraft.vllm.sparse.program import LAYERS
 
     _cached_get_attn_backend.cache_clear()  # this process has chosen before
     settings = {"additional_config": {FLOW: "quest:topk_blocks=2"}, "enable_prefix_caching": False}
@@ -230,7 +230,7 @@ def followed(model: Path, engine: dict[str, Any]) -> dict[str, Any]:
         [output] = llm.generate([as_prompt(ask)], [as_sampling(ask)], use_tqdm=False)
         answers.append(as_answer(output))
         for module in runner.get_model().modules():
-            if isinstance(module, Attention):
+            if isinstance(module, LAYERS):
                 module.impl.follow(None)
     sparse, dense = answers
     apart = max(abs(a - b) for a, b in zip(sparse.logprobs, dense.logprobs, strict=True))

@@ -2,7 +2,7 @@
 
 Run as a script it reads one JSON object, `model`, `flow`, `settings` and what to do, and prints
 what became of it: `rounds` of `Ask`, those of a round together; with `everything` no request is too
-short to be decoded sparsely; with `scales` layers have these scales of keys and values; the
+short to be decoded sparsely; with `scales` layers have these scales of keys and values; `latent` says that the model has MLA; the
 requests of `trouble` come first, are preempted and aborted, and their blocks overwritten."""
 
 import json
@@ -16,6 +16,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "vllm")]
 
 import torch  # noqa: E402
 from engines import ENVIRONMENT, Ask, as_answer, as_prompt, as_sampling, start_engine  # noqa: E402
+from family_engine import allow_prefixes_with_latents  # noqa: E402
 from hosts import Host  # noqa: E402
 
 
@@ -27,6 +28,8 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
 
     if given.get("everything"):
         Program.most = property(lambda self: 0)  # type: ignore[method-assign, assignment]
+    if given.get("latent"):
+        allow_prefixes_with_latents()
     settings = {"additional_config": {FLOW: given["flow"]}} | given.get("settings", {})
     rounds = [[Ask(**ask) for ask in asks] for asks in given["rounds"]]
     if not given.get("reuse", True):
@@ -107,10 +110,8 @@ def _count_rows(host: Host) -> dict[str, int]:
         taken_up += len(rows)
         like, _ = host.model.read(number, host.slots_of([]))
         refilled = Indexer(indexer.program, len(caches.written) * caches.num_heads, like)
-        refilled.at(
-            slice(None),
-            *attention.impl.layout.pages(attention, caches.kv_cache, attention.head_size),
-        ).fill(rows)
+        pools = attention.impl.layout.pages(attention, caches.kv_cache)
+        refilled.at(slice(None), *pools).fill(rows)
         for name, cache in indexer.caches.items():
             stale += int((cache[rows] != refilled.caches[name][rows]).flatten(1).any(1).sum())
     return {"taken_up": taken_up, "stale": stale, "misread": misread}
@@ -139,11 +140,13 @@ def _reads_well(host: Host, number: int, pages: torch.Tensor) -> bool:
     """Whether the flow of a layer reads the codes that recoveries copy, times their scales."""
     attention = host.model.attentions[number]
     caches = attention.impl._caches
-    own = attention.impl.layout.pages(attention, caches.kv_cache, attention.head_size)
+    own = attention.impl.layout.pages(attention, caches.kv_cache)
     slots = host.slots_of(pages.tolist())
     codes = host.model.read_codes(number, slots)
     scales = attention._k_scale_float, attention._v_scale_float
     for read, expected, scale in zip(own, codes, scales, strict=True):
+        if not expected.numel():  # latents are keys and values
+            continue
         # [n * Hkv, N, d] and [n * N, Hkv, d]
         found = read[caches.rows(pages)].unflatten(0, (len(pages), caches.num_heads))
         if not torch.equal(found.transpose(1, 2).flatten(0, 1), expected.float() * scale):

@@ -71,6 +71,11 @@ IMPLS = (
     f"{BACKENDS}cpu_attn:CPUAttentionBackendImpl {BACKENDS}flash_attn:FlashAttentionImpl "
     f"{BACKENDS}triton_attn:TritonAttentionImpl"
 )
+LATENT_ATTENTION = "vllm.model_executor.layers.attention:MLAAttention"
+LATENT_IMPLS = (
+    f"{BACKENDS}mla.cpu_mla:CPUMLAImpl {BACKENDS}mla.amx_mla:AMXMLAImpl "
+    f"{BACKENDS}mla.triton_mla:TritonMLAImpl"
+)
 FLOW_BACKENDS = (
     f"{BACKENDS}cpu_attn:CPUAttentionBackend {BACKENDS}flash_attn:FlashAttentionBackend "
     f"{BACKENDS}triton_attn:TritonAttentionBackend"
@@ -147,14 +152,21 @@ HANDED = {
     ("sparse/program.py", "check_installed", "layer.attn_backend"): FLOW_BACKENDS,
     ("sparse/metadata.py", "SparseBuilder", "super()"): BUILDERS,
     ("sparse/metadata.py", "SparseBuilder", "self._others"): BUILDERS,
-    ("sparse/metadata.py", "SparseBuilder", "spec"): SPEC,
+    ("sparse/metadata.py", "SparseBuilder", "kv_cache_spec"): SPEC,
     ("sparse/metadata.py", "", "common"): "vllm.v1.attention.backend:CommonAttentionMetadata",
     ("sparse/attention.py", "with_flow", "own"): FLOW_BACKENDS,
     ("sparse/attention.py", "SparseImpl", "super()"): IMPLS,
     ("sparse/attention.py", "SparseImpl", "stock"): IMPLS,
-    ("sparse/attention.py", "SparseImpl", "layer"): ATTENTION,
+    ("sparse/attention.py", "SparseLatentImpl", "super()"): LATENT_IMPLS,
+    ("sparse/attention.py", "SparseLatentImpl", "stock"): LATENT_IMPLS,
+    ("sparse/attention.py", "", "layer"): f"{ATTENTION} {LATENT_ATTENTION}",
+    ("sparse/layouts.py", "Latents", "layer"): LATENT_ATTENTION,
+    ("sparse/layouts.py", "Latents", "impl"): LATENT_IMPLS,
     ("sparse/layouts.py", "", "impl"): IMPLS,
-    ("sparse/layouts.py", "", "layer"): ATTENTION,
+    ("sparse/layouts.py", "holds_codes", "layer"): f"{ATTENTION} {LATENT_ATTENTION}",
+    ("sparse/layouts.py", "dtype_of", "layer"): ATTENTION,
+    ("sparse/layouts.py", "Packed", "layer"): ATTENTION,
+    ("sparse/layouts.py", "_attend_packed", "layer"): ATTENTION,
     ("heads/model.py", "", "vllm_config"): CONFIG,
     ("compat/model.py", "", "runner"): RUNNERS,
     ("compat/model.py", "__init__", "group"): "vllm.v1.worker.utils:AttentionGroup",

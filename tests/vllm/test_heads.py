@@ -14,15 +14,18 @@ from family_engine import DOCUMENTS, PROMPT, WITH_WINDOWS
 from jobs import KNOWN, MIXED, MOVED, follow, graft, natively
 from test_compat import configure
 from test_windows import check_every_end
+from vllm import ModelRegistry
 from vllm.config import KVTransferConfig, VllmConfig
 
 from kvgraft import Engine, Request, SamplingParams
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.server.arguments import parse
-from kvgraft.vllm.compat import FLOW, HEAD_MAP_DIGEST, support, transfer_config
+from kvgraft.vllm.compat import BY_HEAD, FLOW, HEAD_MAP_DIGEST, support, transfer_config
+from kvgraft.vllm.compat.families import BY_HEAD_ARCHITECTURES
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_head_map
 from kvgraft.vllm.heads.attention import LocalPool
 from kvgraft.vllm.heads.spec import SinkWindowSpec
+from kvgraft.vllm.plugin import register
 from models import make_head_map, make_model
 
 WINDOW, SINKS, BLOCK = 96, 40, 32
@@ -474,6 +477,26 @@ def test_a_runner_that_asks_how_far_a_window_reaches_is_left_the_sinks():
     )
     for num_computed_tokens in (WINDOW + 1, 1 << 20):
         assert max(num_computed_tokens - spec.num_retained_tokens, 0) // spec.block_size == 0
+
+
+@pytest.mark.parametrize("architecture", BY_HEAD_ARCHITECTURES)
+def test_classes_by_head_are_vllms_with_other_attention(architecture: str):
+    register()
+    ours = ModelRegistry._try_load_model_cls(BY_HEAD + architecture)
+    assert issubclass(ours, ModelRegistry._try_load_model_cls(architecture))
+    assert ours.__name__ == architecture.replace("ForCausalLM", "ByHead")
+
+
+@pytest.mark.slow
+def test_experts_answer_as_in_the_native_engine(tmp_path: Path):
+    model = make_model(tmp_path, "qwen3_moe", max_position_embeddings=4096)
+    make_head_map(model, window=WINDOW, sinks=SINKS).save(model / "heads.json")
+    native = Engine(model, dtype="float32", head_paging=True)
+    asks = [(words(300, 2), 20), (words(90, 3), 20)]
+    architectures = {"architectures": ["KVGraftByHeadQwen3MoeForCausalLM"]}
+    settings = settings_of(model / "heads.json", hf_overrides=architectures)
+    [answers] = run(model, settings, [asks])["rounds"]
+    assert answers["tokens"] == [expected(native, *ask) for ask in asks]
 
 
 def test_the_flag_names_model_class_and_map(model: Path, head_map: Path, tmp_path: Path):

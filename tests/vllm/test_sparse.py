@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engines import BLOCK, EVERYTHING, NAIVE, OFF, Ask, words
-from families import make_family
+from families import DEEPSEEK, make_family
 from jobs import MIXED, natively
 from jobs import follow as run
 from processes import HostProcess
@@ -100,7 +100,7 @@ def test_grafted_prompts_are_decoded_sparsely_and_caches_are_never_stale(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["Gemma 2", "Gemma 3", "OLMo 3"])
+@pytest.mark.parametrize("family", ["Gemma 2", "Gemma 3", "OLMo 3", "gpt-oss"])
 def test_layers_with_windows_attend_as_before_and_full_layers_follow_the_flow(
     family: str, tmp_path: Path
 ):
@@ -108,6 +108,29 @@ def test_layers_with_windows_attend_as_before_and_full_layers_follow_the_flow(
     dense, all_blocks, few_blocks = (
         run(model, flow, MIXED, everything=flow.startswith("quest"), settings=settings)
         for flow in ("dense", "quest:topk_blocks=64,layers_skip=none", "quest:topk_blocks=1")
+    )
+    assert all_blocks["tokens"] == dense["tokens"]
+    assert all_blocks["taken_up"] > 0
+    assert few_blocks["tokens"] != dense["tokens"]
+    for said in (all_blocks, few_blocks):
+        assert (said["stale"], said["misread"], said["problems"]) == (0, 0, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DEEPSEEK)
+def test_a_flow_chooses_latents(family: str, tmp_path: Path):
+    model = make_family(family, tmp_path / "model")
+    settings = {
+        "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}, "block_size": 16,
+        "attention_backend": "CPU_MLA", "num_gpu_blocks_override": 200,
+    }  # fmt: skip
+    dense, all_blocks, few_blocks = (
+        run(model, flow, MIXED, everything=everything, settings=settings, latent=True)
+        for flow, everything in (
+            ("dense", False),
+            ("quest:topk_blocks=128,layers_skip=none", True),
+            ("quest:topk_blocks=2", False),
+        )
     )
     assert all_blocks["tokens"] == dense["tokens"]
     assert all_blocks["taken_up"] > 0

@@ -40,12 +40,17 @@ LAYOUTS = {  # shape in memory -> the axes [blocks, Hkv, N, 2 d], of one of two 
 }
 
 
-def dense(query: Tensor, keys: Tensor, values: Tensor, place: int) -> Tensor:
-    """Queries [n, Hq, d] from a place on, keys and values [t, Hkv, d]."""
+def dense(
+    query: Tensor, keys: Tensor, values: Tensor, place: int, sinks: Tensor | None = None
+) -> Tensor:
+    """Queries [n, Hq, d] from a place on, keys and values [t, Hkv, d], sinks [Hq]."""
     keys, values = (x.repeat_interleave(GROUP, dim=1) for x in (keys, values))
     logits = torch.einsum("qhd,khd->hqk", query, keys) * DIM**-0.5
     future = torch.arange(len(keys)) > torch.arange(place, place + len(query))[:, None]
-    return torch.einsum("hqk,khd->qhd", logits.masked_fill(future, -torch.inf).softmax(-1), values)
+    logits = logits.masked_fill(future, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat((logits, sinks[:, None, None].expand(-1, len(query), 1)), dim=2)
+    return torch.einsum("hqk,khd->qhd", logits.softmax(-1)[..., : len(keys)], values)
 
 
 class Layer:
@@ -116,8 +121,9 @@ class Layer:
             slots = self.slots(metadata.block_table[number], torch.arange(count))
             both = kv_cache[slots // SIZE, :, slots % SIZE]
             output[first:last] = dense(
-                query[first:last], both[..., :DIM], both[..., DIM:], count - (last - first)
-            )
+                query[first:last], both[..., :DIM], both[..., DIM:], count - (last - first),
+                self.impl.sinks,
+            )  # fmt: skip
         return output
 
     def step(self, number: int = 1) -> tuple[Tensor, Tensor, Any]:
@@ -153,7 +159,10 @@ class Layer:
             query.split([new for _, new in REQUESTS]), self.keys, self.values, REQUESTS, strict=True
         )
         return torch.cat(
-            [dense(own, keys, values, count - new) for own, keys, values, (count, new) in parts]
+            [
+                dense(own, keys, values, count - new, self.impl.sinks)
+                for own, keys, values, (count, new) in parts
+            ]
         )
 
 
@@ -187,6 +196,16 @@ def test_with_all_blocks_a_flow_is_dense_attention(
     torch.testing.assert_close(found, layer.densely(query), atol=2e-5, rtol=1e-4)
     assert metadata.kvgraft_sparse.queries.tolist() == [0, 1, 35, 36]  # all that decode
     assert [seen.seq_lens.tolist() for seen in layer.seen] == [[1, 1, 100, 1, 1]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sinks_count_under_a_flow(kernels: str, backend: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Program, "most", property(lambda program: 0))
+    flow = config("quest:topk_blocks=64,layers_skip=0")
+    layer = Layer(flow, backend, "tokens first", monkeypatch)
+    layer.impl.sinks = (4 * torch.rand(KV_HEADS * GROUP)).bfloat16()
+    query, found, _ = layer.step()
+    torch.testing.assert_close(found, layer.densely(query), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -324,6 +324,7 @@ def block_sparse_attention(
     lengths: Tensor,
     scale: float,
     bound: Lengths | None = None,
+    sinks: Tensor | None = None,
     *,
     implementation: str | None = None,
 ) -> Tensor:
@@ -343,13 +344,15 @@ def block_sparse_attention(
         scale: factor of the logits, usually d ** -0.5.
         bound: upper bound of `lengths`, if several calls share the plan that divides the work among
             programs.
+        sinks: float32 [Hkv, g], contiguous: a logit of each query head that adds to the softmax's
+            denominator only (gpt-oss). Sequence s is head s % Hkv.
         implementation: reference | cpu | triton; by default the device decides.
 
     Returns:
         [S, g, dv] in the dtype of `query`.
     """
     run = kernel("block_sparse_attention", keys.device.type, implementation)
-    attended: Tensor = run(query, keys, values, tables, lengths, scale, bound)
+    attended: Tensor = run(query, keys, values, tables, lengths, scale, bound, sinks)
     return attended
 
 

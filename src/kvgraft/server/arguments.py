@@ -287,7 +287,8 @@ def _keep_heads_by_class(args: Namespace) -> None:
     if architecture not in BY_HEAD_ARCHITECTURES:
         known = ", ".join(BY_HEAD_ARCHITECTURES)
         raise ValueError(
-            f"--kvgraft-head-paging: model class {architecture}: supported are {known}"
+            f"--kvgraft-head-paging: model class {architecture}: supported are {known}, of which "
+            "`kvgraft profile-heads` makes head maps"
         )
 
     args.hf_overrides = {"architectures": [f"{BY_HEAD}{architecture}"]}

@@ -39,7 +39,7 @@ def register() -> None:
     log_as_vllm()
     end_with_parent()
 
-    for family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
+    for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe"):
         ModelRegistry.register_model(
             f"KVGraftByHead{family}ForCausalLM", f"kvgraft.vllm.heads.model:{family}ByHead"
         )

@@ -4,7 +4,7 @@ and repeat.
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvgraft.kernels.scratch import PIECE, take
 from kvgraft.kernels.workload import Lengths, parts_of
@@ -18,6 +18,7 @@ def block_sparse_attention(
     lengths: Tensor,
     scale: float,
     _: Lengths | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """See `kvgraft.kernels.dispatch.block_sparse_attention`. Also serves CUDA without Triton."""
     output = query.new_empty(*query.shape[:2], values.shape[-1])
@@ -31,6 +32,13 @@ def block_sparse_attention(
             own_keys = _take("keys", keys, slots[part])[:, None]
             own_values = _take("values", values, slots[part])[:, None]
             mask = None if even else there[part, None, None]
+            if sinks is not None:
+                # a token whose key and value are zero, and whose logit is in the mask
+                own_keys, own_values = (pad(x, (0, 0, 0, 1)) for x in (own_keys, own_values))
+                seen = query.new_zeros(there[part].shape).masked_fill_(~there[part], -torch.inf)
+                heads = torch.arange(here.start, here.stop, device=query.device) % len(sinks)
+                mask = seen[:, None].expand(-1, query.shape[1], -1)
+                mask = torch.cat((mask, sinks[heads, :, None].to(query)), dim=-1)[:, None]
             attended = scaled_dot_product_attention(
                 query[here, None], own_keys, own_values, attn_mask=mask, scale=scale
             )  # [s, 1, g, dv]

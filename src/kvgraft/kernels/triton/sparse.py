@@ -23,6 +23,7 @@ def block_sparse_attention(
     lengths: Tensor,
     scale: float,
     bound: Lengths | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """See `kvgraft.kernels.dispatch.block_sparse_attention`. The last dimension of every tensor
     must be contiguous.
@@ -52,8 +53,9 @@ def block_sparse_attention(
     )  # fmt: skip
     output = torch.empty(num_rows, group, value_dim, dtype=query.dtype, device=query.device)
     _join[num_rows, parts](
-        left, weight, output, work.sequences, group, group // parts, value_dim, **width
-    )
+        left, weight, output, work.sequences, sinks, 1 if sinks is None else len(sinks),
+        group, group // parts, value_dim, **width,
+    )  # fmt: skip
     return output
 
 
@@ -128,6 +130,8 @@ def _join(  # type: ignore[no-untyped-def]
     weight,
     output,
     sequences,
+    sinks,
+    num_sinks,
     group,
     own,
     value_dim,
@@ -135,7 +139,7 @@ def _join(  # type: ignore[no-untyped-def]
     VALUE_DIM: tl.constexpr,
 ):
     """One program: `own` query heads of one sequence; writes zeros for a sequence without
-    tokens.
+    tokens. A sink is a part with the value zero.
     """
     row = tl.program_id(0)
     row_mask = tl.arange(0, ROWS) < own
@@ -144,6 +148,10 @@ def _join(  # type: ignore[no-untyped-def]
     inside = row_mask[:, None] & (value < value_dim)[None]
     best = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        sink = sinks + row % num_sinks * group + head
+        best = tl.load(sink, mask=row_mask, other=float("-inf"))
+        mass += 1.0
     joined = tl.zeros([ROWS, VALUE_DIM], tl.float32)
 
     for chunk in range(tl.load(sequences + row), tl.load(sequences + row + 1)):

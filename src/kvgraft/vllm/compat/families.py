@@ -11,8 +11,8 @@ PLAIN = (
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
-    "Qwen2MoeForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Qwen2MoeForCausalLM",
     "MixtralForCausalLM",
     "Phi3ForCausalLM",
     "Olmo2ForCausalLM",
@@ -21,8 +21,9 @@ PLAIN = (
 )
 # Their layers add the attention output to the residual stream unchanged: `redknot` needs this.
 IN_STEPS = PLAIN[:8]
-# Their KV heads can be attention layers of their own (`vllm/heads`).
-BY_HEAD_ARCHITECTURES = PLAIN[:4]
+# Their KV heads can be attention layers of their own (`vllm/heads`): the classes of which
+# `kvgraft profile-heads` makes head maps.
+BY_HEAD_ARCHITECTURES = PLAIN[:5]
 # supported on CPUs only without vLLM's rotary kernel
 ONLY_WITHOUT_ROTARY_KERNEL = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 ARCHITECTURES = (
@@ -45,14 +46,16 @@ LANGUAGE_MODELS = {
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
 }
-# attention without sinks and local chunks; with flows, layers with windows attend as before
+# attention without local chunks; with flows, layers with windows attend as before
 FLOWS = (
     *PLAIN,
     "Olmo3ForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
+    "GptOssForCausalLM",
     "Glm4ForCausalLM",
     "Glm4MoeForCausalLM",
+    *ONLY_WITHOUT_ROTARY_KERNEL,
 )
 
 

@@ -181,7 +181,7 @@ class LayerCaches:
         attention = self.attentions[index]
         note = getattr(attention.impl, "note_written", None)
         if note is not None:
-            note(attention, attention.kv_cache, slots())
+            note(attention.kv_cache, slots())
 
     def clear(self, blocks: Tensor) -> None:
         """Zero whole blocks int64 [b] in every layer.

@@ -6,6 +6,7 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from kvgraft.vllm.compat import HEAD_MAP, HEAD_MAP_DIGEST
 from kvgraft.vllm.compat.head_maps import map_of_rank
@@ -45,4 +46,8 @@ class Qwen2ByHead(_ByHead, Qwen2ForCausalLM):
 
 
 class Qwen3ByHead(_ByHead, Qwen3ForCausalLM):
+    pass
+
+
+class Qwen3MoeByHead(_ByHead, Qwen3MoeForCausalLM):
     pass

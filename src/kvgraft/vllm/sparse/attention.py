@@ -17,9 +17,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvgraft.decode.flow import Program
 from kvgraft.decode.indexer import Indexer
-from kvgraft.vllm.sparse.layouts import CacheLayout, Packed, Strided, dtype_of
+from kvgraft.vllm.sparse.layouts import CacheLayout, Latents, Packed, Strided, dtype_of
 from kvgraft.vllm.sparse.metadata import SparseBuilder, SparseMetadata
-from kvgraft.vllm.sparse.program import BACKENDS, program_of
+from kvgraft.vllm.sparse.program import BACKENDS, LATENT_BACKENDS, program_of
 
 # values by which backends mean no window
 NO_WINDOW = (None, -1, (-1, -1))
@@ -27,10 +27,9 @@ NO_WINDOW = (None, -1, (-1, -1))
 
 def __getattr__(name: str) -> type:
     """Return vLLM's backend with this name, for example `FLASH_ATTN`, with a flow."""
-    if name not in BACKENDS:
-        raise AttributeError(
-            f"no attention backend {name!r} can follow flows: {', '.join(BACKENDS)}"
-        )
+    known = (*BACKENDS, *LATENT_BACKENDS)
+    if name not in known:
+        raise AttributeError(f"no attention backend {name!r} can follow flows: {', '.join(known)}")
     return _named(name)
 
 
@@ -38,7 +37,10 @@ def __getattr__(name: str) -> type:
 def _named(name: str) -> type:
     """Return the backend with this name, made once per process."""
     layout = Packed() if name == "CPU_ATTN" else Strided()
-    return with_flow(resolve_obj_by_qualname(AttentionBackendEnum[name].value), layout)
+    return with_flow(
+        resolve_obj_by_qualname(AttentionBackendEnum[name].value),
+        Latents() if name in LATENT_BACKENDS else layout,
+    )
 
 
 def with_flow(backend: type, layout: CacheLayout) -> type:
@@ -46,13 +48,14 @@ def with_flow(backend: type, layout: CacheLayout) -> type:
     own: Any = backend
     builder, impl = own.get_builder_cls(), own.get_impl_cls()
     sparse_builder = type(f"Sparse{builder.__name__}", (SparseBuilder, builder), {"STOCK": builder})
-    sparse_impl = type(f"Sparse{impl.__name__}", (SparseImpl, impl), {"layout": layout})
+    mixin = SparseLatentImpl if isinstance(layout, Latents) else SparseImpl
+    sparse_impl = type(f"Sparse{impl.__name__}", (mixin, impl), {"layout": layout})
     classes = {"get_builder_cls": lambda: sparse_builder, "get_impl_cls": lambda: sparse_impl}
     members = {name: staticmethod(get) for name, get in classes.items()}
     return type(f"Sparse{backend.__name__}", (backend,), {**members, "__module__": __name__})
 
 
-class SparseImpl:
+class FollowingImpl:
     """Mixin before an implementation of vLLM: one attention layer with the caches of its flow."""
 
     layout: ClassVar[CacheLayout]
@@ -60,7 +63,7 @@ class SparseImpl:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         decodes = getattr(self, "attn_type", AttentionType.DECODER) == AttentionType.DECODER
-        whole = self.sliding_window in NO_WINDOW  # type: ignore[attr-defined]
+        whole = getattr(self, "sliding_window", None) in NO_WINDOW
         self._program = program_of(get_current_vllm_config()) if decodes and whole else None
         self._caches: FlowLayerCaches | None = None
 
@@ -76,17 +79,42 @@ class SparseImpl:
         """
         self._program, self._caches = program, None
 
+    def note_written(self, kv_cache: Tensor, slots: Tensor) -> None:
+        """Mark the blocks of slots int64 [n] as changed, if the flow has read any of this cache."""
+        if self._caches is not None and self._caches.kv_cache is kv_cache:
+            self._caches.note(slots)
+
+    def _program_at(self, layer: Any) -> Program | None:
+        """Return the flow of this layer; None if the flow skips it."""
+        program = self._program
+        if program is None or extract_layer_index(layer.layer_name) in program.flow.layers_skip:
+            return None
+        return program
+
+    def _decode(
+        self, layer: Any, query: Tensor, kv_cache: Tensor, sparse: SparseMetadata, program: Program
+    ) -> Tensor:
+        """Return the attention [r, Hq, d] of the sparse requests' queries [r, Hq, d]."""
+        if self._caches is None or self._caches.kv_cache is not kv_cache:
+            self._caches = FlowLayerCaches(program, layer, kv_cache, self.layout)
+        caches = self._caches
+        # [r * Hkv, g, d]
+        decoding = query.unflatten(1, (caches.num_heads, -1)).flatten(0, 1)
+        tables, lengths = caches.choose(layer, decoding, sparse)
+        bound = sparse.batch.attended(tables.shape[1])
+        found = self.layout.attend(self, layer, decoding, kv_cache, tables, lengths, bound)
+        return found.view(*query.shape[:2], -1)
+
+
+class SparseImpl(FollowingImpl):
+    """Mixin for attention with keys and values."""
+
     def do_kv_cache_update(
         self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Write key and value [n, Hkv, d] as vLLM does, and mark their blocks as changed."""
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
-        self.note_written(layer, kv_cache, slot_mapping)
-
-    def note_written(self, layer: Any, kv_cache: Tensor, slots: Tensor) -> None:
-        """Mark the blocks of slots int64 [n] as changed."""
-        if self._program is not None and kv_cache.numel():
-            self._of(layer, kv_cache, self._program).note(slots)
+        self.note_written(kv_cache, slot_mapping)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
@@ -97,12 +125,8 @@ class SparseImpl:
         """Attend as in vLLM, or sparsely by the metadata; query and output are [n, Hq, d]."""
         stock: Any = super()
         sparse: SparseMetadata | None = getattr(attn_metadata, "kvgraft_sparse", None)
-        program = self._program
-        if (
-            sparse is None
-            or program is None
-            or extract_layer_index(layer.layer_name) in program.flow.layers_skip
-        ):
+        program = self._program_at(layer)
+        if sparse is None or program is None:
             rest = output, output_scale, output_block_scale
             attended: Tensor = stock.forward(
                 layer, query, key, value, kv_cache, attn_metadata, *rest
@@ -112,24 +136,47 @@ class SparseImpl:
         if sparse.others is not None:
             stock.forward(layer, query, key, value, kv_cache, sparse.others, output)
 
-        caches, heads = self._of(layer, kv_cache, program), kv_cache.shape[1]
-
-        # [r * Hkv, g, d]
-        decoding = query[sparse.queries].unflatten(1, (heads, -1)).flatten(0, 1)
-        tables, lengths = caches.choose(layer, decoding, sparse)
-        bound = sparse.batch.attended(tables.shape[1])
-        found = self.layout.attend(self, layer, decoding, kv_cache, tables, lengths, bound)
-        output[sparse.queries] = found.view(-1, *output.shape[1:])
-
+        output[sparse.queries] = self._decode(
+            layer, query[sparse.queries], kv_cache, sparse, program
+        )
         return output
 
-    def _of(self, layer: Any, kv_cache: Tensor, program: Program) -> "FlowLayerCaches":
-        """Return the flow's caches for this KV cache, new ones if the cache is new."""
-        if self._caches is None or self._caches.kv_cache is not kv_cache:
-            self._caches = FlowLayerCaches(
-                program, kv_cache, dtype_of(layer, kv_cache), self.layout
+
+class SparseLatentImpl(FollowingImpl):
+    """Mixin for latent attention (MLA): all query heads read one row a token."""
+
+    def do_kv_cache_update(
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+    ) -> None:  # fmt: skip
+        """Write latents [n, L] and rotated channels as vLLM does, and mark their blocks."""
+        super().do_kv_cache_update(  # type: ignore[misc]
+            kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
+        )
+        self.note_written(kv_cache, slot_mapping.flatten())
+
+    def forward_mqa(
+        self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any,
+        layer: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Decode as in vLLM, or sparsely by the metadata: [n, Hq, L + R] -> [n, Hq, L]."""
+        stock: Any = super()
+        sparse: SparseMetadata | None = getattr(attn_metadata, "kvgraft_sparse", None)
+        program = self._program_at(layer)
+        if sparse is None or program is None:
+            attended: tuple[Tensor, Tensor | None] = stock.forward_mqa(
+                q, kv_c_and_k_pe_cache, attn_metadata, layer
             )
-        return self._caches
+            return attended
+
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        found = self._decode(layer, query[sparse.queries], kv_c_and_k_pe_cache, sparse, program)
+        if len(sparse.queries) == len(query):
+            return found, None
+        output, _ = stock.forward_mqa(q, kv_c_and_k_pe_cache, sparse.others, layer)
+        output[sparse.queries] = found
+        return output, None
 
 
 class FlowLayerCaches:
@@ -139,14 +186,12 @@ class FlowLayerCaches:
     wrote them, in which order, or what they held before.
     """
 
-    def __init__(
-        self, program: Program, kv_cache: Tensor, dtype: torch.dtype, layout: CacheLayout
-    ) -> None:
+    def __init__(self, program: Program, layer: Any, kv_cache: Tensor, layout: CacheLayout) -> None:
         self.kv_cache = kv_cache
-        blocks, self.num_heads, self._size, double = kv_cache.shape
-        self._head_dim, self._layout = double // 2, layout
+        blocks, self.num_heads, self._size, _ = layout.by_head(kv_cache).shape
+        self._layout = layout
         # like keys and values, which the KV cache may hold as codes
-        like = kv_cache.new_empty(0, dtype=dtype)
+        like = kv_cache.new_empty(0, dtype=dtype_of(layer, kv_cache))
         self.indexer = Indexer(program, blocks * self.num_heads, like)
         self.written = torch.ones(blocks, dtype=torch.bool, device=kv_cache.device)
 
@@ -159,9 +204,7 @@ class FlowLayerCaches:
 
     def choose(self, layer: Any, query: Tensor, sparse: SparseMetadata) -> tuple[Tensor, Tensor]:
         """Choose blocks as `LayerIndexer.choose` does, after changed blocks are processed."""
-        own = self.indexer.at(
-            slice(None), *self._layout.pages(layer, self.kv_cache, self._head_dim)
-        )
+        own = self.indexer.at(slice(None), *self._layout.pages(layer, self.kv_cache))
         places = torch.arange(sparse.pages.shape[1], device=sparse.pages.device)
         fresh = self.written[sparse.pages] & (places < sparse.full[:, None])
         if bool(fresh.any()):

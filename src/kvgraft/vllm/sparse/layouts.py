@@ -29,10 +29,19 @@ def dtype_of(layer: Any, kv_cache: Tensor) -> torch.dtype:
     return dtype
 
 
+def sinks_of(impl: Any, group: int) -> Tensor | None:
+    """Return the sinks of an attention layer by KV head, float32 [Hkv, group]; None without."""
+    sinks: Tensor | None = getattr(impl, "sinks", None)
+    return None if sinks is None else sinks.detach().float().view(-1, group)
+
+
 class CacheLayout(Protocol):
     """Interface of what depends on the backend."""
 
-    def pages(self, layer: Any, kv_cache: Tensor, head_dim: int) -> tuple[Paged, Paged]:
+    def by_head(self, kv_cache: Tensor) -> Tensor:
+        """Return a view [blocks, Hkv, N, channels] of a cache."""
+
+    def pages(self, layer: Any, kv_cache: Tensor) -> tuple[Paged, Paged]:
         """Return keys and values by row, block * Hkv + head: [rows, N, d] each."""
 
     def attend(
@@ -45,7 +54,7 @@ class CacheLayout(Protocol):
         lengths: Tensor,
         bound: Lengths,
     ) -> Tensor:
-        """Return the attention [S, g, d] of queries to the rows of their tables.
+        """Return the attention [S, g, dv] of queries to the rows of their tables.
 
         Args:
             query: [S, g, d].
@@ -61,9 +70,14 @@ class Strided:
     Our own kernel attends.
     """
 
-    def pages(self, layer: Any, kv_cache: Tensor, head_dim: int) -> tuple[HeadPages, HeadPages]:
+    def by_head(self, kv_cache: Tensor) -> Tensor:
+        """Return the cache itself."""
+        return kv_cache
+
+    def pages(self, layer: Any, kv_cache: Tensor) -> tuple[HeadPages, HeadPages]:
         """Return views of the cache."""
-        return HeadPages(kv_cache[..., :head_dim]), HeadPages(kv_cache[..., head_dim:])
+        keys, values = kv_cache.chunk(2, dim=-1)
+        return HeadPages(keys), HeadPages(values)
 
     def attend(
         self,
@@ -76,20 +90,58 @@ class Strided:
         bound: Lengths,
     ) -> Tensor:
         """Attend as in `CacheLayout`, with our own kernel."""
-        keys, values = (pages.by_block for pages in self.pages(layer, kv_cache, query.shape[2]))
+        keys, values = (pages.by_block for pages in self.pages(layer, kv_cache))
+        sinks = sinks_of(impl, query.shape[1])
+        return block_sparse_attention(
+            query, keys, values, tables, lengths, impl.scale, bound, sinks
+        )
+
+
+class Latents:
+    """Layout of backends for latent attention (MLA): [blocks, N, L + R], a row a token.
+
+    A flow takes the row for both key and value. Our own kernel attends.
+    """
+
+    def by_head(self, kv_cache: Tensor) -> Tensor:
+        """Return the cache as one of a single KV head."""
+        return kv_cache[:, None]
+
+    def pages(self, layer: Any, kv_cache: Tensor) -> tuple[HeadPages, HeadPages]:
+        """Return views of the cache."""
+        rows = HeadPages(self.by_head(kv_cache))
+        return rows, rows
+
+    def attend(
+        self,
+        impl: Any,
+        layer: Any,
+        query: Tensor,
+        kv_cache: Tensor,
+        tables: Tensor,
+        lengths: Tensor,
+        bound: Lengths,
+    ) -> Tensor:
+        """Attend as in `CacheLayout`, with our own kernel."""
+        keys = self.by_head(kv_cache)
+        values = keys[..., : layer.kv_lora_rank]
         return block_sparse_attention(query, keys, values, tables, lengths, impl.scale, bound)
 
 
 class Packed:
     """Layout of the CPU backend, which packs a block for its instruction set.
 
-    vLLM's own kernel attends, to a view of the cache with one head and one page per KV head.
+    vLLM's own kernel attends, to a view of the cache with one head and one page per KV head. With
+    sinks there is a call for each KV head.
     """
 
-    def pages(
-        self, layer: Any, kv_cache: Tensor, head_dim: int
-    ) -> tuple["PackedPages", "PackedPages"]:
+    def by_head(self, kv_cache: Tensor) -> Tensor:
+        """Return the cache itself."""
+        return kv_cache
+
+    def pages(self, layer: Any, kv_cache: Tensor) -> tuple["PackedPages", "PackedPages"]:
         """Return pages that are unpacked when they are read."""
+        head_dim = kv_cache.shape[-1] // 2
         packed = PackedFormat(layer.isa, dtype_of(layer, kv_cache), layer.kv_cache_dtype)
         k_scale, v_scale = (
             (layer._k_scale_float, layer._v_scale_float) if holds_codes(layer) else (None, None)
@@ -110,45 +162,70 @@ class Packed:
         bound: Lengths,
     ) -> Tensor:
         """Attend as in `CacheLayout`, with vLLM's CPU kernel."""
-        blocks, heads, size, _ = kv_cache.shape
-        keys, values = kv_cache.view(blocks * heads, 1, 2 * size, query.shape[2]).chunk(2, dim=2)
-        output, lengths = torch.empty_like(query), lengths.int()
-        starts = torch.arange(len(query) + 1, dtype=torch.int32)
-        plan = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=len(query),
-            num_heads=query.shape[1],
-            num_kv_heads=1,
-            head_dim=query.shape[2],
-            seq_lens=lengths,
-            dtype=query.dtype,
-            query_start_loc=starts,
-            causal=True,
-            sliding_window_size=-1,
-            isa=layer.isa,
-            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-            kv_cache_dtype=impl.kv_cache_dtype,
-        )
-        ops.cpu_attention_with_kv_cache(
-            query=query,
-            key_cache=keys,
-            value_cache=values,
-            output=output,
-            query_start_loc=starts,
-            seq_lens=lengths,
-            scale=impl.scale,
-            causal=True,
-            alibi_slopes=None,
-            sliding_window=-1,
-            block_table=tables.int(),
-            softcap=impl.logits_soft_cap,
-            scheduler_metadata=plan,
-            s_aux=None,
-            k_scale=layer._k_scale_float,
-            v_scale=layer._v_scale_float,
-            kv_cache_dtype=impl.kv_cache_dtype,
-        )
-
+        heads, group = kv_cache.shape[1], query.shape[1]
+        sinks = sinks_of(impl, group)
+        if sinks is None:
+            return _attend_packed(impl, layer, query, kv_cache, tables, lengths, None)
+        # the kernel takes sinks of the query heads of a sequence, alike for all sequences
+        output = torch.empty_like(query)
+        for head in range(heads):
+            own = slice(head, None, heads)
+            output[own] = _attend_packed(
+                impl, layer, query[own].contiguous(), kv_cache, tables[own], lengths[own],
+                sinks[head],
+            )  # fmt: skip
         return output
+
+
+def _attend_packed(
+    impl: Any,
+    layer: Any,
+    query: Tensor,
+    kv_cache: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Call vLLM's CPU kernel as `Packed.attend` does; sinks are float32 [g] or None."""
+    blocks, heads, size, _ = kv_cache.shape
+    keys, values = kv_cache.view(blocks * heads, 1, 2 * size, query.shape[2]).chunk(2, dim=2)
+    output, lengths = torch.empty_like(query), lengths.int()
+    starts = torch.arange(len(query) + 1, dtype=torch.int32)
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(query),
+        num_heads=query.shape[1],
+        num_kv_heads=1,
+        head_dim=query.shape[2],
+        seq_lens=lengths,
+        dtype=query.dtype,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=-1,
+        isa=layer.isa,
+        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        kv_cache_dtype=impl.kv_cache_dtype,
+    )
+    ops.cpu_attention_with_kv_cache(
+        query=query,
+        key_cache=keys,
+        value_cache=values,
+        output=output,
+        query_start_loc=starts,
+        seq_lens=lengths,
+        scale=impl.scale,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=tables.int(),
+        softcap=impl.logits_soft_cap,
+        scheduler_metadata=plan,
+        s_aux=sinks,
+        k_scale=layer._k_scale_float,
+        v_scale=layer._v_scale_float,
+        kv_cache_dtype=impl.kv_cache_dtype,
+    )
+
+    return output
 
 
 @dataclass(frozen=True)

@@ -51,11 +51,13 @@ class SparseBuilder:
     # each KV cache group has its own pages
     supports_update_block_table: ClassVar[bool] = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, *args, **kwargs)  # type: ignore[call-arg]
         self.program = program_of(self.vllm_config)  # type: ignore[attr-defined]
-        spec = self.kv_cache_spec  # type: ignore[attr-defined]
-        self._num_heads: int = spec.num_kv_heads
+        self._layers = layer_names
+        self._num_heads: int = kv_cache_spec.num_kv_heads
         speculation = self.vllm_config.speculative_config  # type: ignore[attr-defined]
         self._num_drafts = 0 if speculation is None else speculation.num_speculative_tokens
         self._others: Any = None
@@ -63,20 +65,25 @@ class SparseBuilder:
         if self.program is None:
             return
 
-        if spec.block_size != self.program.block_size:
+        if kv_cache_spec.block_size != self.program.block_size:
             raise UnsupportedConfiguration(
                 f"flow {self.program.flow.name!r} cannot be followed with blocks of "
                 f"{self.program.block_size} tokens "
-                f"where the attention kernel takes {spec.block_size}: set --block-size to that"
+                f"where the attention kernel takes {kv_cache_spec.block_size}: set --block-size to "
+                "that"
             )
 
         # A builder overwrites the plan of one metadata with the next, so the other one needs its
         # own builder.
-        twin = self.STOCK(*args, **kwargs)
+        twin = self.STOCK(kv_cache_spec, layer_names, *args, **kwargs)
 
         # FlashInfer's workspace is large and used by one call at a time, so both builders share it.
         if hasattr(twin, "set_workspace_buffer"):
             twin.set_workspace_buffer(self._get_workspace_buffer())  # type: ignore[attr-defined]
+
+        # so is that of latent attention
+        if hasattr(twin, "chunked_prefill_workspace"):
+            twin.chunked_prefill_workspace = self.chunked_prefill_workspace  # type: ignore[attr-defined]
 
         self._others = twin
 
@@ -84,9 +91,8 @@ class SparseBuilder:
     def _is_followed(self) -> bool:
         """True if a layer of this builder follows the flow: not those of windows and drafts."""
         config: Any = self.vllm_config  # type: ignore[attr-defined]
-        names: list[str] = self.layer_names  # type: ignore[attr-defined]
         layers = config.compilation_config.static_forward_context
-        return any(layers[name].impl.follows for name in names)
+        return any(layers[name].impl.follows for name in self._layers)
 
     @classmethod
     def get_cudagraph_support(cls, *_: Any) -> AttentionCGSupport:

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -17,10 +17,14 @@ from kvgraft.vllm.compat import FLOW
 from kvgraft.vllm.compat.families import FLOWS, architecture_of
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
 
-# what attention has that flows cannot replace, by model class
-NOT_FULL = {"GptOssForCausalLM": "sinks", "Llama4ForCausalLM": "local chunks"}
 # backends of vLLM that can follow flows
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+# those for latent attention; others pad the query heads (CUTLASS_MLA)
+LATENT_BACKENDS = (
+    "CPU_MLA", "AMX_MLA", "TRITON_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA",
+)  # fmt: skip
+# attention layers of vLLM
+LAYERS = (Attention, MLAAttention)
 _MODULE = "kvgraft.vllm.sparse.attention"
 
 
@@ -72,7 +76,7 @@ def install(config: VllmConfig) -> None:
     if check_flow(config) is None:
         return
     # vLLM chooses one of these backends later.
-    for name in BACKENDS:
+    for name in (*BACKENDS, *LATENT_BACKENDS):
         register_backend(AttentionBackendEnum[name], f"{_MODULE}.{name}")
 
 
@@ -88,18 +92,19 @@ def check_installed(config: VllmConfig, model: nn.Module) -> None:
     program = program_of(config)
     if program is None:
         return
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    layers = [module for module in model.modules() if isinstance(module, LAYERS)]
     others = set(config.compilation_config.static_forward_context.values()) - set(layers)
     for layer in others:
-        if isinstance(layer, Attention) and layer.attn_backend.__module__ == _MODULE:
+        if isinstance(layer, LAYERS) and layer.attn_backend.__module__ == _MODULE:
             layer.impl.follow(None)
 
     ours = [layer for layer in layers if layer.attn_backend.__module__ == _MODULE]
     if not ours:
         chosen = sorted({layer.attn_backend.get_name() for layer in layers})
+        allowed = LATENT_BACKENDS if config.model_config.use_mla else BACKENDS
         raise RuntimeError(
             f"no layer follows the flow: the attention backend is {', '.join(chosen)}, not one of "
-            f"{', '.join(BACKENDS)}, or this process had chosen it before"
+            f"{', '.join(allowed)}, or this process had chosen it before"
         )
     following = [
         layer
@@ -111,8 +116,6 @@ def check_installed(config: VllmConfig, model: nn.Module) -> None:
         raise RuntimeError(
             "no layer follows the flow: all layers attend to a window only, or are in layers_skip"
         )
-    if any(getattr(layer.impl, "sinks", None) is not None for layer in following):
-        raise RuntimeError("no flow can be followed: the model's attention has sinks")
 
 
 def _reasons(config: VllmConfig, program: Program) -> Iterator[str]:
@@ -125,10 +128,10 @@ def _reasons(config: VllmConfig, program: Program) -> Iterator[str]:
         )
 
     architecture = architecture_of(config)
-    if config.model_config.use_mla:
-        yield "a model of latent attention: only the native engine follows flows there"
-    elif architecture in NOT_FULL:
-        yield f"model class {architecture}: its attention has {NOT_FULL[architecture]}"
+    if config.model_config.use_mla and config.speculative_config is not None:
+        yield "speculative decoding with latent attention: drafts are computed as prompts are"
+    if architecture == "Llama4ForCausalLM":
+        yield f"model class {architecture}: its attention has local chunks"
     elif architecture not in FLOWS:
         yield f"model class {architecture}: flows have not been tested with it"
 
