@@ -259,10 +259,10 @@ def allow_prefixes_with_latents() -> None:
 
     def check_and_update_config(config: Any) -> None:
         tokens = config.scheduler_config.max_num_batched_tokens
+        prefixes = config.cache_config.enable_prefix_caching
         check(config)
-        config.cache_config.enable_prefix_caching = (
-            config.scheduler_config.enable_chunked_prefill
-        ) = True
+        config.cache_config.enable_prefix_caching = prefixes
+        config.scheduler_config.enable_chunked_prefill = True
         config.scheduler_config.max_num_batched_tokens = tokens
 
     platform.check_and_update_config = staticmethod(check_and_update_config)
