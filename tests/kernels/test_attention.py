@@ -154,6 +154,27 @@ def test_heads_of_two_classes_equal_masked_dense_attention(
     check(layout, heads, (6, 80), dtype, implementation)
 
 
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", POSITIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_numbers_of_eight_bits_are_those_that_they_stand_for(
+    kind: str, codes: torch.dtype, dtype: torch.dtype, implementation: str
+):
+    heads = next(iter(HEADS.values()))
+    layout = layout_of(kind, max(heads.page_lists) + 1)
+    keys, values = (pool.to(codes) for pool in filled(layout, heads, 32, torch.float32))
+    query = torch.randn(layout.query_positions.numel(), 2 * len(heads.streams), 32)
+    query = query.to(DEVICE, dtype)
+    rest = heads, layout, 32**-0.5
+    wide = segpaged_attention(
+        query, keys.to(dtype), values.to(dtype), *rest, implementation="reference"
+    )
+    found = segpaged_attention(query, keys, values, *rest, implementation=implementation)
+    assert wide.isfinite().all()
+    compare(found, wide)
+
+
 @pytest.mark.parametrize("flash_attends", [False, True])
 @pytest.mark.parametrize("implementation", ["reference", *IMPLEMENTATIONS])
 def test_the_result_goes_where_it_shall(

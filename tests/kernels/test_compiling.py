@@ -96,6 +96,10 @@ dispatch.segpaged_attention(query, keys, values, *given, implementation="triton"
 by_block = torch.zeros(9, 16, 2, 256, dtype=torch.bfloat16).transpose(1, 2).split(128, dim=3)
 query = torch.zeros(2, 4, 128, dtype=torch.bfloat16)
 dispatch.block_sparse_attention(query, *by_block, tables, lengths, 1.0, implementation="triton")
+codes = cache.to(torch.float8_e4m3fn)  # of a quantised cache
+keys, values = (codes.as_strided((8, 2000, 128), (256, 128, 1), first) for first in (0, 128))
+windows = LayerHeads(tuple(range(8)), (0,) * 8, (True,) * 8)
+dispatch.segpaged_attention(rows[:, : 32 * 128].view(100, 32, 128), keys, values, windows, prompt, 1.0, implementation="triton")
 sinks = torch.zeros(2, 4)
 dispatch.block_sparse_attention(query, *by_block, tables, lengths, 1.0, None, sinks, implementation="triton")
 """

@@ -39,7 +39,7 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
                     if block.block_hash is not None and _group_of(block) == group:
                         pool._maybe_evict_cached_block(block)
         for index, (prompt, max_tokens) in enumerate(asks):
-            ask = Ask(prompt, max_tokens=max_tokens)
+            ask = Ask(prompt, max_tokens=max_tokens, logprobs=True)
             engine.add_request(f"{number}-{index}", as_prompt(ask), as_sampling(ask))
         outputs, held = {}, []
         while engine.has_unfinished_requests():
@@ -57,6 +57,10 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
         rounds.append({
             "tokens": [list(outputs[f"{number}-{i}"].outputs[0].token_ids) for i in range(len(asks))],
             "cached": [outputs[f"{number}-{i}"].num_cached_tokens for i in range(len(asks))],
+            "likely": [
+                next(iter(outputs[f"{number}-{i}"].outputs[0].logprobs[0].values())).logprob
+                for i in range(len(asks))
+            ],
             "held": held,
         })  # fmt: skip
     groups = [

@@ -2,6 +2,7 @@
 head map."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import by_head_grafts
@@ -12,6 +13,7 @@ import warm
 from engines import ENVIRONMENT, EVERYTHING, NAIVE, OFF, Ask, words
 from family_engine import DOCUMENTS, PROMPT, WITH_WINDOWS
 from jobs import KNOWN, MIXED, MOVED, follow, graft, natively
+from msgspec.structs import replace
 from test_compat import configure
 from test_windows import check_every_end
 from vllm import ModelRegistry
@@ -23,7 +25,7 @@ from kvgraft.server.arguments import parse
 from kvgraft.vllm.compat import BY_HEAD, FLOW, HEAD_MAP_DIGEST, support, transfer_config
 from kvgraft.vllm.compat.families import BY_HEAD_ARCHITECTURES
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_head_map
-from kvgraft.vllm.heads.attention import LocalPool
+from kvgraft.vllm.heads.attention import HeadAttention, LocalPool
 from kvgraft.vllm.heads.spec import SinkWindowSpec
 from kvgraft.vllm.plugin import register
 from models import make_head_map, make_model
@@ -248,9 +250,13 @@ def test_a_full_pool_preempts_and_answers_all_the_same(model: Path, head_map: Pa
 
 @pytest.fixture(scope="module")
 def grafts(model: Path, head_map: Path) -> dict[str, Any]:
+    return grafts_of(model, head_map, "auto")
+
+
+def grafts_of(model: Path, head_map: Path, cache_dtype: str) -> dict[str, Any]:
     """What is reused of known text where local heads keep sinks and windows, and plain vLLM's
     answers on such heads."""
-    engine = settings_of(head_map, num_gpu_blocks_override=600)
+    engine = settings_of(head_map, num_gpu_blocks_override=600, kv_cache_dtype=cache_dtype)
     job = {"model": str(model), "engine": engine, "latent": False, "requests": REQUESTS}
     facts: dict[str, Any] = warm.run(
         Path(__file__).with_name("family_engine.py"), job, **ENVIRONMENT
@@ -259,7 +265,14 @@ def grafts(model: Path, head_map: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_grafts_go_beside_heads_that_keep_sinks_and_windows(grafts: dict[str, Any]):
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+def test_grafts_go_beside_heads_that_keep_sinks_and_windows(
+    model: Path, head_map: Path, cache_dtype: str, request: pytest.FixtureRequest
+):
+    if cache_dtype == "auto":
+        grafts = request.getfixturevalue("grafts")
+    else:
+        grafts = grafts_of(model, head_map, cache_dtype)
     plain = grafts["plain"]
     assert grafts["groups"].count("SinkWindowSpec") > 1
     for policy in ("sparsex", "spread"):  # all of it recomputed
@@ -423,7 +436,7 @@ def test_what_cannot_work_is_refused_with_every_reason(model: Path, head_map: Pa
     for changes, reason in (
         ({"pipeline_parallel_size": 2}, "2 pipeline stages: they would have other heads"),
         ({"kv_transfer_config": theirs}, "KV connector 'ExampleConnector'"),
-        ({"kv_cache_dtype": "fp8"}, "KV cache dtype fp8"),
+        ({"kv_cache_dtype": "nvfp4"}, "KV cache dtype nvfp4"),
         ({"disable_hybrid_kv_cache_manager": True}, "the hybrid KV cache manager off"),
         (
             {
@@ -477,6 +490,38 @@ def test_a_runner_that_asks_how_far_a_window_reaches_is_left_the_sinks():
     )
     for num_computed_tokens in (WINDOW + 1, 1 << 20):
         assert max(num_computed_tokens - spec.num_retained_tokens, 0) // spec.block_size == 0
+
+
+@pytest.mark.slow
+def test_a_quantised_cache_is_within_its_rounding(model: Path, head_map: Path, tmp_path: Path):
+    """Of the first token's log-probability, with heads that keep all and without local ones."""
+    shared = words(700, 4)
+    rounds = [[(words(20, 1), 1), (words(300, 2), 1), (shared + words(40, 5), 1)],
+              [(shared + words(40, 6), 1)]]  # fmt: skip
+    by_map = HeadMap.load(head_map)
+    everywhere = replace(by_map, window=4096)  # as with plain attention
+    everywhere.save(tmp_path / "all.json")
+    settings = [
+        settings_of(path, num_gpu_blocks_override=1500)
+        for path in (head_map, tmp_path / "all.json")
+    ]
+    found = [run(model, own | {"kv_cache_dtype": dtype}, rounds)["rounds"]
+             for own in settings for dtype in ("auto", "fp8")]  # fmt: skip
+    plain = [run(model, {"kv_cache_dtype": dtype}, rounds)["rounds"] for dtype in ("auto", "fp8")]
+    likely = torch.tensor([
+        [likely for answers in said for likely in answers["likely"]] for said in (*found, *plain)
+    ])  # fmt: skip
+    assert [answers["cached"] for answers in found[1]] == [[0, 0, 0], [672]]
+    windows, all_tokens, stock = (likely[1::2] - likely[::2]).abs()
+    assert 0 < windows.mean() < 2 * stock.mean()
+    assert 0 < all_tokens.mean() < 2 * stock.mean()
+    assert torch.allclose(likely[2], likely[4], atol=1e-4)
+
+
+def test_scales_of_a_checkpoint_are_refused_beside_a_quantised_cache():
+    whole = SimpleNamespace(kv_cache_dtype="fp8", quant_method=object())
+    with pytest.raises(UnsupportedConfiguration, match="fp8 of a checkpoint that may have scales"):
+        HeadAttention(whole, None, 0, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("architecture", BY_HEAD_ARCHITECTURES)

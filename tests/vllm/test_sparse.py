@@ -134,7 +134,13 @@ def test_a_flow_chooses_latents(family: str, tmp_path: Path):
     )
     assert all_blocks["tokens"] == dense["tokens"]
     assert all_blocks["taken_up"] > 0
-    assert few_blocks["tokens"] != dense["tokens"]
+    # vLLM decodes the short prompt beside the others, and dense until a flow leaves a block out
+    is_dense = [
+        few[:8] == all_of_it[:8]
+        for few, all_of_it in zip(few_blocks["tokens"][0], dense["tokens"][0], strict=True)
+    ]
+    assert is_dense[1]
+    assert not all(is_dense)
     for said in (all_blocks, few_blocks):
         assert (said["stale"], said["misread"], said["problems"]) == (0, 0, [])
 

@@ -73,16 +73,16 @@ class Layer:
         spec = FullAttentionSpec(
             block_size=SIZE, num_kv_heads=KV_HEADS, head_size=DIM, dtype=torch.float32
         )
+        heads = KV_HEADS * GROUP
+        known = config.compilation_config.static_forward_context
         with set_current_vllm_config(config):
-            self.builder = self.backend.get_builder_cls()(
-                spec, ["model.layers.1.attn"], config, torch.device("cpu")
-            )
-            heads = KV_HEADS * GROUP
             self.impl = self.backend.get_impl_cls()(
                 heads, DIM, DIM**-0.5, KV_HEADS, None, None, "auto"
             )
-        known = config.compilation_config.static_forward_context
-        known["model.layers.1.attn"] = SimpleNamespace(impl=self.impl)  # as vLLM's layers do
+            known["model.layers.1.attn"] = SimpleNamespace(impl=self.impl)  # as vLLM's layers do
+            self.builder = self.backend.get_builder_cls()(
+                spec, ["model.layers.1.attn"], config, torch.device("cpu")
+            )
         free = torch.randperm(BLOCKS - 1) + 1
         self.table = torch.zeros(len(REQUESTS), 20, dtype=torch.int32)
         self.keys, self.values = (
@@ -255,6 +255,25 @@ def test_steps_are_captured_in_pieces_only(backend: str, monkeypatch: pytest.Mon
     )
     assert support is AttentionCGSupport.NEVER
     assert layer.backend.get_name() == backend
+
+
+def test_layers_follow_the_flow_traced_for_the_final_block_size():
+    """vLLM may choose it after it has made the layers."""
+    given = config("quest:topk_blocks=2", block_size=16)
+    with set_current_vllm_config(given):
+        impl = attention.with_flow(BACKENDS["TRITON_ATTN"], Strided()).get_impl_cls()(
+            KV_HEADS * GROUP, DIM, DIM**-0.5, KV_HEADS, None, None, "auto"
+        )
+        assert impl._program.block_size == 16
+        given.cache_config.block_size = SIZE
+        known = given.compilation_config.static_forward_context
+        known["model.layers.1.attn"] = SimpleNamespace(impl=impl)
+        spec = FullAttentionSpec(
+            block_size=SIZE, num_kv_heads=KV_HEADS, head_size=DIM, dtype=torch.float32
+        )
+        builder = attention.with_flow(BACKENDS["TRITON_ATTN"], Strided()).get_builder_cls()
+        builder(spec, ["model.layers.1.attn"], given, torch.device("cpu"))
+    assert impl._program.block_size == SIZE
 
 
 def test_kernels_with_other_blocks_are_refused(monkeypatch: pytest.MonkeyPatch):

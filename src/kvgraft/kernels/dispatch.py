@@ -259,7 +259,9 @@ def segpaged_attention(
 
     Args:
         query: [n, Hq, d], rows as in `layout`; Hq is a multiple of Hkv (GQA).
-        keys, values: [streams, num_slots, d], the pool.
+        keys, values: [streams, num_slots, d], the pool; in the dtype of `query`, or 8-bit floats
+            that are converted when they are read. A scale of keys belongs into `scale`, and one of
+            values applies to the result.
         heads: streams, page lists and visibility of the layer's KV heads.
         layout: queries, and the places of their contexts in the pool.
         scale: factor of the logits, usually d ** -0.5.

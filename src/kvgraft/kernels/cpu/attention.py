@@ -117,7 +117,7 @@ def _prefill(
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for context, rows in zip(layout.contexts, layout.rows, strict=True):
         tokens = context.kept(page_list)[0]
-        own_keys, own_values = _read(keys, values, context, page_list, layout)
+        own_keys, own_values = _read(keys, values, context, page_list, layout, query.dtype)
         for start, stop in context.chunks:
             at = context.device_positions[start:stop]
             seen = int(torch.searchsorted(tokens, at[-1], right=True))
@@ -173,11 +173,11 @@ def _decode(
     for rows in layout.decode_buckets:
         context = layout.contexts[rows[0]]
         if context.seen >= LONG_CONTEXT and query.is_cpu:
-            own_keys, own_values = _read(keys, values, context, page_list, layout)
+            own_keys, own_values = _read(keys, values, context, page_list, layout, query.dtype)
             output[rows[0]] = _split(query[rows[0]], own_keys, own_values, scale)
             continue
         slots, real = layout.padded(rows, page_list)  # [b, T]
-        copies = _copy(keys, values, slots.flatten(), layout)
+        copies = _copy(keys, values, slots.flatten(), layout, query.dtype)
         # [b, h, T, d]
         own_keys, own_values = (copy.unflatten(1, slots.shape).transpose(0, 1) for copy in copies)
         mask = None if real is None else real[:, None, None]
@@ -253,7 +253,11 @@ def _windows(
         part = slice(first, first + TILES)
         slots = tiles.slots[:, part] + streams[:, None, None] * keys.shape[1]  # [h, w, k]
         copies = _copy(
-            keys.flatten(0, 1)[None], values.flatten(0, 1)[None], slots.flatten(), layout
+            keys.flatten(0, 1)[None],
+            values.flatten(0, 1)[None],
+            slots.flatten(),
+            layout,
+            query.dtype,
         )
         # [w, h, k, d]
         own_keys, own_values = (
@@ -271,26 +275,31 @@ def _windows(
 
 
 def _read(
-    keys: Tensor, values: Tensor, context: Context, page_list: int, layout: AttentionLayout
+    keys: Tensor,
+    values: Tensor,
+    context: Context,
+    page_list: int,
+    layout: AttentionLayout,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Return the keys and values [h, T, d] of a prompt in a list, in place if they are consecutive
     in the pool.
     """
     stretch = context.stretch(page_list)
     if stretch is None:
-        return _copy(keys, values, context.kept(page_list)[1], layout)
-    return keys[:, stretch], values[:, stretch]
+        return _copy(keys, values, context.kept(page_list)[1], layout, dtype)
+    return keys[:, stretch].to(dtype), values[:, stretch].to(dtype)
 
 
 def _copy(
-    keys: Tensor, values: Tensor, slots: Tensor, layout: AttentionLayout
+    keys: Tensor, values: Tensor, slots: Tensor, layout: AttentionLayout, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Copy keys and values [h, slots, d] at slots [t] to [h, t, d]. The result is valid until the
     next copy of the same size.
     """
-    if not keys.is_contiguous():
+    if not keys.is_contiguous() or keys.dtype is not dtype:
         # `index_select` would first copy the whole pool, as in vLLM, whose rows have key and value
-        return keys[:, slots], values[:, slots]
+        return keys[:, slots].to(dtype), values[:, slots].to(dtype)
     shape = (keys.shape[0], slots.numel(), keys.shape[2])
     keys_room, values_room = (layout.room(use, shape, keys.dtype) for use in ("keys", "values"))
     return torch.index_select(keys, 1, slots, out=keys_room), torch.index_select(

@@ -273,7 +273,7 @@ def _paged(
 def _attend(  # type: ignore[no-untyped-def]
     q, keys, values, slot, kept, seen, best, mass, attended, key_slot, value_slot, inner, needed,
     scale,
-    WIDE: tl.constexpr, DIM: tl.constexpr
+    DIM: tl.constexpr
 ):  # fmt: skip
     """Add a tile of tokens to `best`, `mass` and `attended`. `seen` masks the logits, and `needed`
     masks the values.
@@ -282,14 +282,14 @@ def _attend(  # type: ignore[no-untyped-def]
     k = tl.load(
         keys + slot[:, None] * key_slot + dim[None], mask=kept[:, None] & inner[None], other=0.0
     )
-    k = k.to(tl.float32) if WIDE else k
+    k = k.to(q.dtype)
     logits = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
     v = tl.load(
         values + slot[:, None] * value_slot + dim[None],
         mask=needed[:, None] & inner[None],
         other=0.0,
     )
-    v = v.to(tl.float32) if WIDE else v
+    v = v.to(q.dtype)
     greatest = tl.maximum(best, tl.max(logits, 1))
     safe = tl.where(greatest == float("-inf"), 0.0, greatest)
     shrink, weights = tl.exp2(best - safe), tl.exp2(logits - safe[:, None])
@@ -373,7 +373,7 @@ def _segpaged(  # type: ignore[no-untyped-def]
         best, mass, attended = _attend(
             q, own_keys, own_values, slot, kept, kept[None], best, mass, attended, key_slot,
             value_slot, inner, kept,
-            scale * LOG2E, WIDE, DIM,
+            scale * LOG2E, DIM,
         )  # fmt: skip
     for number in range(common, end, TILE_TOKENS):
         nth = number + tl.arange(0, TILE_TOKENS)
@@ -389,7 +389,7 @@ def _segpaged(  # type: ignore[no-untyped-def]
         best, mass, attended = _attend(
             q, own_keys, own_values, slot, kept, seen, best, mass, attended, key_slot, value_slot,
             inner, needed,
-            scale * LOG2E, WIDE, DIM,
+            scale * LOG2E, DIM,
         )  # fmt: skip
 
     some = mass > 0

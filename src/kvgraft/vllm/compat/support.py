@@ -13,7 +13,6 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheConfig,
     SlidingWindowSpec,
-    is_quantized_kv_cache,
 )
 
 from kvgraft.engine.checkpoint import identify
@@ -187,10 +186,8 @@ def _head_reasons(config: VllmConfig, path: str | None) -> Iterator[str]:
     if transfer is not None and transfer.kv_connector != CONNECTOR:
         yield f"KV connector {transfer.kv_connector!r}: it knows one page list, and here are many"
 
-    if is_quantized_kv_cache(config.cache_config.cache_dtype):
-        yield (
-            f"KV cache dtype {config.cache_config.cache_dtype}: only unquantised ones are supported"
-        )
+    cache = config.cache_config
+    yield from cache_dtype_reasons(cache.cache_dtype, cache.kv_cache_dtype_skip_layers)
 
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "the hybrid KV cache manager off: it is what gives pages back"

@@ -24,9 +24,12 @@ from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kernels.memoised import memoised
 from kvgraft.kv.heads import HeadClass, HeadMap
+from kvgraft.vllm.compat.cache_dtype import FP8, as_codes, encode
+from kvgraft.vllm.compat.support import BY_CLASS, UnsupportedConfiguration
 from kvgraft.vllm.groups import NULL_PAGE
 from kvgraft.vllm.heads.spec import SinkWindowSpec
 from kvgraft.vllm.lengths import lengths_of
+from kvgraft.vllm.limits import READABLE
 
 # attribute of a local head's cache: where all local heads of its layer are
 PLACES = "kvgraft_places"
@@ -42,6 +45,7 @@ class LocalBackend(AttentionBackend):
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(READABLE)
 
     @staticmethod
     def get_name() -> str:
@@ -139,7 +143,8 @@ class LocalImpl(AttentionImpl[LocalMetadata]):
     ) -> None:
         """Write key and value [n, 1, d] to their slots."""
         keys, values = (rows[: slot_mapping.numel()].transpose(0, 1) for rows in (key, value))
-        LocalPool.of([kv_cache]).write(keys, values, slot_mapping.long()[None])
+        pool = LocalPool.of([kv_cache], self.kv_cache_dtype)
+        pool.write(keys, values, slot_mapping.long()[None])
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         raise NotImplementedError("local heads of a layer attend together")
@@ -172,7 +177,7 @@ class LocalPool:
     key of a token next to its value.
 
     Attributes:
-        rows: [streams, n, 2 d], a view of the allocation.
+        rows: [streams, n, 2 d], a view of the allocation; quantised numbers have the scale 1.
         streams: stream of each head.
         firsts: int64 [heads, 1], first row of each head's stream in `rows` end to end.
         stride: rows from one block of a head to the next.
@@ -186,13 +191,13 @@ class LocalPool:
     block_size: int
 
     @classmethod
-    def of(cls, caches: Sequence[Tensor]) -> "LocalPool":
-        """Return the pool of caches [blocks, 1, N, 2 d].
+    def of(cls, caches: Sequence[Tensor], cache_dtype: str = "auto") -> "LocalPool":
+        """Return the pool of caches [blocks, 1, N, 2 d], whose dtype has this name in vLLM.
 
         Raises:
             ValueError: they are not rows of tokens in one allocation.
         """
-        like = caches[0]
+        like = as_codes(caches[0], cache_dtype)
         _, _, size, width = like.shape
         stride, odd = divmod(like.stride(0), width)
         offsets = [int(cache.storage_offset()) for cache in caches]
@@ -221,7 +226,10 @@ class LocalPool:
         """
         slots = slots.clamp(min=0)
         rows = slots // self.block_size * self.stride + slots % self.block_size
-        self.rows.flatten(0, 1)[self.firsts + rows] = torch.cat((keys, values), dim=-1)
+        numbers = torch.cat((keys, values), dim=-1)
+        if self.rows.dtype.itemsize == 1:
+            numbers = encode(numbers, 1.0, self.rows.dtype)
+        self.rows.flatten(0, 1)[self.firsts + rows] = numbers
 
 
 class HeadAttention(nn.Module):
@@ -233,12 +241,21 @@ class HeadAttention(nn.Module):
         head_map: classes of this rank's KV heads.
         layer: number of the decoder layer.
         cache_config: vLLM's cache configuration.
+
+    Raises:
+        UnsupportedConfiguration: the checkpoint may have scales for a quantised cache.
     """
 
     def __init__(self, whole: Attention, head_map: HeadMap, layer: int, cache_config: Any) -> None:
         super().__init__()
+        if whole.kv_cache_dtype in FP8 and getattr(whole, "quant_method", None) is not None:
+            raise UnsupportedConfiguration(
+                f"{BY_CLASS}KV cache dtype {whole.kv_cache_dtype} of a checkpoint that may have "
+                "scales for it: heads that are layers would not find them"
+            )
         groups = whole.num_heads // whole.num_kv_heads
         self.scale, self.layer_name = float(whole.impl.scale), whole.layer_name
+        self._cache_dtype: str = whole.kv_cache_dtype
         is_local = head_map.heads(layer, HeadClass.LOCAL)
         self.local = tuple(head for head, local in enumerate(is_local) if local)
 
@@ -321,7 +338,7 @@ class HeadAttention(nn.Module):
             own: slice | Tensor = slice(first, last + 1)
             if last - first + 1 != len(self.local):
                 own = torch.tensor(self.local, device=caches[0].device)
-            found = LocalPool.of(caches), own
+            found = LocalPool.of(caches, self._cache_dtype), own
             setattr(caches[0], PLACES, found)
         return found
 

@@ -17,7 +17,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvgraft.decode.flow import Program
 from kvgraft.decode.indexer import Indexer
-from kvgraft.vllm.sparse.layouts import CacheLayout, Latents, Packed, Strided, dtype_of
+from kvgraft.vllm.compat.cache_dtype import FP8
+from kvgraft.vllm.sparse.layouts import CacheLayout, Latents, Packed, Strided
 from kvgraft.vllm.sparse.metadata import SparseBuilder, SparseMetadata
 from kvgraft.vllm.sparse.program import BACKENDS, LATENT_BACKENDS, program_of
 
@@ -64,7 +65,9 @@ class FollowingImpl:
         super().__init__(*args, **kwargs)
         decodes = getattr(self, "attn_type", AttentionType.DECODER) == AttentionType.DECODER
         whole = getattr(self, "sliding_window", None) in NO_WINDOW
-        self._program = program_of(get_current_vllm_config()) if decodes and whole else None
+        self._config = get_current_vllm_config()
+        # traced for the block size of that time; the builder gives the final one
+        self._program = program_of(self._config) if decodes and whole else None
         self._caches: FlowLayerCaches | None = None
 
     @property
@@ -80,9 +83,9 @@ class FollowingImpl:
         self._program, self._caches = program, None
 
     def note_written(self, kv_cache: Tensor, slots: Tensor) -> None:
-        """Mark the blocks of slots int64 [n] as changed, if the flow has read any of this cache."""
-        if self._caches is not None and self._caches.kv_cache is kv_cache:
-            self._caches.note(slots)
+        """Mark the blocks of slots int64 [n] as changed."""
+        if self._program is not None and kv_cache.numel():
+            self._of(kv_cache, self._program).note(slots)
 
     def _program_at(self, layer: Any) -> Program | None:
         """Return the flow of this layer; None if the flow skips it."""
@@ -95,15 +98,21 @@ class FollowingImpl:
         self, layer: Any, query: Tensor, kv_cache: Tensor, sparse: SparseMetadata, program: Program
     ) -> Tensor:
         """Return the attention [r, Hq, d] of the sparse requests' queries [r, Hq, d]."""
-        if self._caches is None or self._caches.kv_cache is not kv_cache:
-            self._caches = FlowLayerCaches(program, layer, kv_cache, self.layout)
-        caches = self._caches
+        caches = self._of(kv_cache, program)
         # [r * Hkv, g, d]
         decoding = query.unflatten(1, (caches.num_heads, -1)).flatten(0, 1)
         tables, lengths = caches.choose(layer, decoding, sparse)
         bound = sparse.batch.attended(tables.shape[1])
         found = self.layout.attend(self, layer, decoding, kv_cache, tables, lengths, bound)
         return found.view(*query.shape[:2], -1)
+
+    def _of(self, kv_cache: Tensor, program: Program) -> "FlowLayerCaches":
+        """Return the flow's caches for this KV cache, new ones if the cache is new."""
+        if self._caches is None or self._caches.kv_cache is not kv_cache:
+            quantised = self.kv_cache_dtype in FP8  # type: ignore[attr-defined]
+            dtype = self._config.model_config.dtype if quantised else kv_cache.dtype
+            self._caches = FlowLayerCaches(program, kv_cache, dtype, self.layout)
+        return self._caches
 
 
 class SparseImpl(FollowingImpl):
@@ -172,7 +181,7 @@ class SparseLatentImpl(FollowingImpl):
 
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         found = self._decode(layer, query[sparse.queries], kv_c_and_k_pe_cache, sparse, program)
-        if len(sparse.queries) == len(query):
+        if sparse.others is None:
             return found, None
         output, _ = stock.forward_mqa(q, kv_c_and_k_pe_cache, sparse.others, layer)
         output[sparse.queries] = found
@@ -186,12 +195,14 @@ class FlowLayerCaches:
     wrote them, in which order, or what they held before.
     """
 
-    def __init__(self, program: Program, layer: Any, kv_cache: Tensor, layout: CacheLayout) -> None:
+    def __init__(
+        self, program: Program, kv_cache: Tensor, dtype: torch.dtype, layout: CacheLayout
+    ) -> None:
         self.kv_cache = kv_cache
         blocks, self.num_heads, self._size, _ = layout.by_head(kv_cache).shape
         self._layout = layout
         # like keys and values, which the KV cache may hold as codes
-        like = kv_cache.new_empty(0, dtype=dtype_of(layer, kv_cache))
+        like = kv_cache.new_empty(0, dtype=dtype)
         self.indexer = Indexer(program, blocks * self.num_heads, like)
         self.written = torch.ones(blocks, dtype=torch.bool, device=kv_cache.device)
 

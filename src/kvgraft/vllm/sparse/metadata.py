@@ -26,7 +26,7 @@ class SparseMetadata:
         full: int64 [r], number of full pages before each token.
         batch: one row for each KV head of each token.
         others: metadata of the same step in which these requests have no context but their tokens
-            of the step, so that vLLM's work for them costs next to nothing. None if the step has no
+            of the step, so that vLLM's work for them costs next to nothing. None if the call has no
             other requests.
     """
 
@@ -87,6 +87,12 @@ class SparseBuilder:
 
         self._others = twin
 
+        # layers are made before vLLM chooses the block size for their backend
+        layers: Any = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
+        for name in layer_names:
+            if layers[name].impl.follows:
+                layers[name].impl.follow(self.program)
+
     @cached_property
     def _is_followed(self) -> bool:
         """True if a layer of this builder follows the flow: not those of windows and drafts."""
@@ -104,14 +110,21 @@ class SparseBuilder:
     ) -> Any:
         """Build metadata as vLLM does, and add the sparse requests."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
-        metadata.kvgraft_sparse = self._sparse(common_attn_metadata)
+        rows = common_attn_metadata.num_actual_tokens
+        if self.vllm_config.model_config.use_mla:  # type: ignore[attr-defined]
+            # latent attention has a call of its own for the leading rows, those that decode
+            rows = metadata.num_decode_tokens
+        metadata.kvgraft_sparse = self._sparse(common_attn_metadata, rows)
         return metadata
 
-    def _sparse(self, common: Any) -> SparseMetadata | None:
+    def _sparse(self, common: Any, num_rows: int) -> SparseMetadata | None:
         """Return the requests that the step decodes sparsely, or None.
 
         These are no prefills, and have one token and drafts only. A token at which the sequence is
         shorter than `Program.first_tokens` is left to vLLM.
+
+        Args:
+            num_rows: number of the step's first tokens that one call attends for.
         """
         program = self.program
         if program is None or common.is_prefilling is None or common.causal is not True:
@@ -133,12 +146,12 @@ class SparseBuilder:
         rows = torch.arange(len(requests))
         # tokens up to each token of the step, itself included
         own = rows + (lengths - starts[1:])[requests] + 1
-        is_sparse = decodes[requests] & (own >= program.first_tokens)
+        is_sparse = decodes[requests] & (own >= program.first_tokens) & (rows < num_rows)
         if not is_sparse.any():
             return None
 
         others = None
-        if not is_sparse.all():
+        if not is_sparse[:num_rows].all():
             # if the first token is sparse, so are the others
             whole = decodes & is_sparse[starts[:-1].clamp(max=len(rows) - 1)]
             others = self._others.build(0, _without_context(common, whole, counts))

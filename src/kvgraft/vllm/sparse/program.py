@@ -16,6 +16,7 @@ from kvgraft.flows import parse_flow
 from kvgraft.vllm.compat import FLOW
 from kvgraft.vllm.compat.families import FLOWS, architecture_of
 from kvgraft.vllm.compat.support import UnsupportedConfiguration
+from kvgraft.vllm.limits import PARALLEL
 
 # backends of vLLM that can follow flows
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
@@ -130,13 +131,20 @@ def _reasons(config: VllmConfig, program: Program) -> Iterator[str]:
     architecture = architecture_of(config)
     if config.model_config.use_mla and config.speculative_config is not None:
         yield "speculative decoding with latent attention: drafts are computed as prompts are"
+    if config.model_config.use_mla and is_quantized_kv_cache(cache.cache_dtype):
+        yield f"KV cache dtype {cache.cache_dtype} of latents: flows read numbers"
     if architecture == "Llama4ForCausalLM":
         yield f"model class {architecture}: its attention has local chunks"
     elif architecture not in FLOWS:
         yield f"model class {architecture}: flows have not been tested with it"
 
-    if (stages := config.parallel_config.pipeline_parallel_size) > 1:
-        yield f"pipeline_parallel_size {stages}: it has not been tested (allowed is 1)"
+    for name in PARALLEL:
+        if (size := getattr(config.parallel_config, name)) > 1:
+            yield f"{name} {size}: it has not been tested (allowed is 1)"
+
+    passes = config.compilation_config.pass_config
+    if passes.fuse_rope_kvcache or passes.fuse_rope_kvcache_cat_mla:
+        yield "fuse_rope_kvcache of --compilation-config: it writes KV past the flow"
 
     text = config.model_config.hf_text_config
     if not current_platform.is_cpu() and getattr(text, "attn_logit_softcapping", None):
