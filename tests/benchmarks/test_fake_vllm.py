@@ -388,7 +388,7 @@ def test_a_flow_that_decodes_is_told_of_all_that_is_written(
     )
     layer_of = {id(attention.kv_cache): index for index, attention in enumerate(host.attentions)}
 
-    def note(impl: Any, layer: Any, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    def note(impl: Any, cache: torch.Tensor, slots: torch.Tensor) -> None:
         noted[layer_of[id(cache)]].update(slots.tolist())
 
     store = RowAttention.do_kv_cache_update
@@ -396,7 +396,7 @@ def test_a_flow_that_decodes_is_told_of_all_that_is_written(
     monkeypatch.setattr(
         RowAttention,
         "do_kv_cache_update",
-        lambda *given: (note(None, None, *given[4:]), store(*given))[1],
+        lambda *given: (note(None, *given[4:]), store(*given))[1],
     )
     recover(parse_policy(policy))
     assert {len(slots) for slots in noted} == {len(asked)}
