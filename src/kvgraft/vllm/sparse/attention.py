@@ -37,11 +37,11 @@ def __getattr__(name: str) -> type:
 @cache
 def _named(name: str) -> type:
     """Return the backend with this name, made once per process."""
-    layout = Packed() if name == "CPU_ATTN" else Strided()
-    return with_flow(
-        resolve_obj_by_qualname(AttentionBackendEnum[name].value),
-        Latents() if name in LATENT_BACKENDS else layout,
+    layouts: dict[str, type[CacheLayout]] = {"CPU_ATTN": Packed} | dict.fromkeys(
+        LATENT_BACKENDS, Latents
     )
+    backend = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
+    return with_flow(backend, layouts.get(name, Strided)())
 
 
 def with_flow(backend: type, layout: CacheLayout) -> type:
