@@ -72,6 +72,7 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     return {
         "rounds": rounds, "groups": groups, "blocks": total, "left": left, "refs": sum(counts),
         "most_decoding": most, "preempted": preempted,
+        "zeroes": scheduler.kv_cache_config.needs_kv_cache_zeroing,
         "additional_config": engine.vllm_config.additional_config,
     }  # fmt: skip
 

@@ -25,7 +25,7 @@ from kvgraft.server.arguments import parse
 from kvgraft.vllm.compat import BY_HEAD, FLOW, HEAD_MAP_DIGEST, support, transfer_config
 from kvgraft.vllm.compat.families import BY_HEAD_ARCHITECTURES
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_head_map
-from kvgraft.vllm.heads.attention import HeadAttention, LocalPool
+from kvgraft.vllm.heads.attention import LocalPool
 from kvgraft.vllm.heads.spec import SinkWindowSpec
 from kvgraft.vllm.plugin import register
 from models import make_head_map, make_model
@@ -505,8 +505,10 @@ def test_a_quantised_cache_is_within_its_rounding(model: Path, head_map: Path, t
         settings_of(path, num_gpu_blocks_override=1500)
         for path in (head_map, tmp_path / "all.json")
     ]
-    found = [run(model, own | {"kv_cache_dtype": dtype}, rounds)["rounds"]
-             for own in settings for dtype in ("auto", "fp8")]  # fmt: skip
+    by_head = [run(model, own | {"kv_cache_dtype": dtype}, rounds)
+               for own in settings for dtype in ("auto", "fp8")]  # fmt: skip
+    assert not any(said["zeroes"] for said in by_head), "vLLM clears no blocks before it uses them"
+    found = [said["rounds"] for said in by_head]
     plain = [run(model, {"kv_cache_dtype": dtype}, rounds)["rounds"] for dtype in ("auto", "fp8")]
     likely = torch.tensor([
         [likely for answers in said for likely in answers["likely"]] for said in (*found, *plain)
@@ -518,10 +520,28 @@ def test_a_quantised_cache_is_within_its_rounding(model: Path, head_map: Path, t
     assert torch.allclose(likely[2], likely[4], atol=1e-4)
 
 
-def test_scales_of_a_checkpoint_are_refused_beside_a_quantised_cache():
-    whole = SimpleNamespace(kv_cache_dtype="fp8", quant_method=object())
-    with pytest.raises(UnsupportedConfiguration, match="fp8 of a checkpoint that may have scales"):
-        HeadAttention(whole, None, 0, None)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("cache_dtype", "quantisation", "is_refused"),
+    [
+        ("fp8", SimpleNamespace(kv_cache_scheme={"num_bits": 8}), True),
+        ("auto", SimpleNamespace(kv_cache_scheme={"num_bits": 8}), True),
+        ("bfloat16", SimpleNamespace(kv_cache_scheme={"num_bits": 8}), False),
+        ("fp8", SimpleNamespace(kv_cache_scheme=None), False),  # of weights alone
+        ("fp8", SimpleNamespace(), True),  # of a kind that does not say
+        ("auto", SimpleNamespace(), False),
+        ("fp8", None, False),
+    ],
+)
+def test_scales_of_a_checkpoint_are_refused_beside_a_quantised_cache(
+    model: Path, head_map: Path, cache_dtype: str, quantisation: Any, is_refused: bool
+):
+    config = config_of(model, kv_cache_dtype=cache_dtype)
+    config.quant_config = quantisation
+    if not is_refused:
+        assert check_head_map(config, str(head_map)).window == WINDOW
+        return
+    with pytest.raises(UnsupportedConfiguration, match="checkpoint that may have scales for it"):
+        check_head_map(config, str(head_map))
 
 
 @pytest.mark.parametrize("architecture", BY_HEAD_ARCHITECTURES)

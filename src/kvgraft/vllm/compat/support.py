@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
@@ -188,6 +189,22 @@ def _head_reasons(config: VllmConfig, path: str | None) -> Iterator[str]:
 
     cache = config.cache_config
     yield from cache_dtype_reasons(cache.cache_dtype, cache.kv_cache_dtype_skip_layers)
+    # checkpoints of kinds that do not say may have scales; vLLM uses them if the cache has codes
+    scheme = getattr(config.quant_config, "kv_cache_scheme", None)
+    says = config.quant_config is None or hasattr(config.quant_config, "kv_cache_scheme")
+    if (scheme is not None and cache.cache_dtype == "auto") or (
+        cache.cache_dtype in FP8 and (scheme is not None or not says)
+    ):
+        yield (
+            f"KV cache dtype {cache.cache_dtype} of a quantised checkpoint that may have scales "
+            "for it: heads that are layers would not find them"
+        )
+    is_e4m3 = FP8.get(cache.cache_dtype) is torch.float8_e4m3fn
+    if is_e4m3 and current_platform.is_cuda() and not current_platform.has_device_capability(89):
+        yield (
+            f"KV cache dtype {cache.cache_dtype} on this GPU: Triton converts it from compute "
+            "capability 8.9 on; fp8_e5m2 works"
+        )
 
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "the hybrid KV cache manager off: it is what gives pages back"

@@ -18,14 +18,14 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from vllm.v1.kv_cache_interface import get_kv_quant_mode
 
 from kvgraft.kernels.dispatch import segpaged_attention
 from kvgraft.kernels.heads import LayerHeads
 from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kernels.memoised import memoised
 from kvgraft.kv.heads import HeadClass, HeadMap
-from kvgraft.vllm.compat.cache_dtype import FP8, as_codes, encode
-from kvgraft.vllm.compat.support import BY_CLASS, UnsupportedConfiguration
+from kvgraft.vllm.compat.cache_dtype import as_codes, encode
 from kvgraft.vllm.groups import NULL_PAGE
 from kvgraft.vllm.heads.spec import SinkWindowSpec
 from kvgraft.vllm.lengths import lengths_of
@@ -164,6 +164,7 @@ class LocalAttention(Attention):
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             dtype=self.kv_cache_torch_dtype,
+            kv_quant_mode=get_kv_quant_mode(self.kv_cache_dtype),
             sliding_window=self.window_tokens,
             sinks=self.sink_tokens,
         )
@@ -229,7 +230,7 @@ class LocalPool:
         numbers = torch.cat((keys, values), dim=-1)
         if self.rows.dtype.itemsize == 1:
             numbers = encode(numbers, 1.0, self.rows.dtype)
-        self.rows.flatten(0, 1)[self.firsts + rows] = numbers
+        self.rows.flatten(0, 1)[self.firsts + rows] = numbers.to(self.rows.dtype)
 
 
 class HeadAttention(nn.Module):
@@ -241,18 +242,10 @@ class HeadAttention(nn.Module):
         head_map: classes of this rank's KV heads.
         layer: number of the decoder layer.
         cache_config: vLLM's cache configuration.
-
-    Raises:
-        UnsupportedConfiguration: the checkpoint may have scales for a quantised cache.
     """
 
     def __init__(self, whole: Attention, head_map: HeadMap, layer: int, cache_config: Any) -> None:
         super().__init__()
-        if whole.kv_cache_dtype in FP8 and getattr(whole, "quant_method", None) is not None:
-            raise UnsupportedConfiguration(
-                f"{BY_CLASS}KV cache dtype {whole.kv_cache_dtype} of a checkpoint that may have "
-                "scales for it: heads that are layers would not find them"
-            )
         groups = whole.num_heads // whole.num_kv_heads
         self.scale, self.layer_name = float(whole.impl.scale), whole.layer_name
         self._cache_dtype: str = whole.kv_cache_dtype

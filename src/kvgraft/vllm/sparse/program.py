@@ -142,9 +142,10 @@ def _reasons(config: VllmConfig, program: Program) -> Iterator[str]:
         if (size := getattr(config.parallel_config, name)) > 1:
             yield f"{name} {size}: it has not been tested (allowed is 1)"
 
-    passes = config.compilation_config.pass_config
-    if passes.fuse_rope_kvcache or passes.fuse_rope_kvcache_cat_mla:
-        yield "fuse_rope_kvcache of --compilation-config: it writes KV past the flow"
+    if config.model_config.use_mla and (
+        config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla
+    ):
+        yield "fuse_rope_kvcache_cat_mla of --compilation-config: it writes KV past the flow"
 
     text = config.model_config.hf_text_config
     if not current_platform.is_cpu() and getattr(text, "attn_logit_softcapping", None):
