@@ -161,7 +161,6 @@ HANDED = {
     ("sparse/attention.py", "SparseLatentImpl", "stock"): LATENT_IMPLS,
     ("sparse/attention.py", "", "layer"): f"{ATTENTION} {LATENT_ATTENTION}",
     ("sparse/layouts.py", "Latents", "layer"): LATENT_ATTENTION,
-    ("sparse/layouts.py", "Latents", "impl"): LATENT_IMPLS,
     ("sparse/layouts.py", "", "impl"): IMPLS,
     ("sparse/layouts.py", "holds_codes", "layer"): f"{ATTENTION} {LATENT_ATTENTION}",
     ("sparse/layouts.py", "dtype_of", "layer"): ATTENTION,

@@ -76,8 +76,13 @@ class Strided:
 
     def pages(self, layer: Any, kv_cache: Tensor) -> tuple[HeadPages, HeadPages]:
         """Return views of the cache."""
-        keys, values = kv_cache.chunk(2, dim=-1)
+        keys, values = self.attended(layer, kv_cache)
         return HeadPages(keys), HeadPages(values)
+
+    def attended(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values that attention reads, [blocks, Hkv, N, d or dv]."""
+        keys, values = kv_cache.chunk(2, dim=-1)
+        return keys, values
 
     def attend(
         self,
@@ -90,17 +95,17 @@ class Strided:
         bound: Lengths,
     ) -> Tensor:
         """Attend as in `CacheLayout`, with our own kernel."""
-        keys, values = (pages.by_block for pages in self.pages(layer, kv_cache))
+        keys, values = self.attended(layer, kv_cache)
         sinks = sinks_of(impl, query.shape[1])
         return block_sparse_attention(
             query, keys, values, tables, lengths, impl.scale, bound, sinks
         )
 
 
-class Latents:
+class Latents(Strided):
     """Layout of backends for latent attention (MLA): [blocks, N, L + R], a row a token.
 
-    A flow takes the row for both key and value. Our own kernel attends.
+    A flow takes the row for both key and value.
     """
 
     def by_head(self, kv_cache: Tensor) -> Tensor:
@@ -112,20 +117,10 @@ class Latents:
         rows = HeadPages(self.by_head(kv_cache))
         return rows, rows
 
-    def attend(
-        self,
-        impl: Any,
-        layer: Any,
-        query: Tensor,
-        kv_cache: Tensor,
-        tables: Tensor,
-        lengths: Tensor,
-        bound: Lengths,
-    ) -> Tensor:
-        """Attend as in `CacheLayout`, with our own kernel."""
-        keys = self.by_head(kv_cache)
-        values = keys[..., : layer.kv_lora_rank]
-        return block_sparse_attention(query, keys, values, tables, lengths, impl.scale, bound)
+    def attended(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows, and the latents in them as values."""
+        rows = self.by_head(kv_cache)
+        return rows, rows[..., : layer.kv_lora_rank]
 
 
 class Packed:
@@ -166,7 +161,7 @@ class Packed:
         sinks = sinks_of(impl, group)
         if sinks is None:
             return _attend_packed(impl, layer, query, kv_cache, tables, lengths, None)
-        # the kernel takes sinks of the query heads of a sequence, alike for all sequences
+        # the kernel takes one set of sinks for all sequences
         output = torch.empty_like(query)
         for head in range(heads):
             own = slice(head, None, heads)
