@@ -1,5 +1,6 @@
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -54,11 +55,18 @@ def give_back(layout: AttentionLayout, page_list: int) -> None:
 
 
 def filled(
-    layout: AttentionLayout, heads: LayerHeads, size: int, dtype: torch.dtype
+    layout: AttentionLayout,
+    heads: LayerHeads,
+    size: int,
+    dtype: torch.dtype,
+    *,
+    together: bool = False,
 ) -> list[torch.Tensor]:
-    """Keys and values [streams, slots, d]: NaN wherever no head may look."""
-    shape = (max(heads.streams) + 1, NUM_SLOTS, size)
-    pools = [torch.full(shape, float("nan"), dtype=dtype, device=DEVICE) for _ in range(2)]
+    """Keys and values [streams, slots, d]: NaN wherever no head may look. Together, a key lies next
+    to its value, as in vLLM."""
+    shape = (max(heads.streams) + 1, NUM_SLOTS, 2 * size)
+    rows = torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+    pools = [part if together else part.contiguous() for part in rows.chunk(2, dim=-1)]
     for context in layout.contexts:
         here, at = torch.arange(context.seen, device=DEVICE), context.device_positions[:, None]
         for stream, page_list, local in zip(
@@ -85,11 +93,13 @@ def check(
     shape: tuple[int, int],
     dtype: torch.dtype,
     name: str,
+    *,
+    together: bool = False,
 ) -> tuple[tuple[Any, ...], torch.Tensor]:
     """What the kernel was given, and its result."""
     torch.manual_seed(1)
     query_heads, size = shape
-    keys, values = filled(layout, heads, size, dtype)
+    keys, values = filled(layout, heads, size, dtype, together=together)
     query = torch.randn(layout.query_positions.numel(), query_heads, size).to(keys)
     arguments = (query, keys, values, heads, layout, size**-0.5)
     expected = segpaged_attention(*arguments, implementation="reference")
@@ -143,15 +153,16 @@ HEADS = {
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("kind", POSITIONS)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("together", [False, True])
 def test_heads_of_two_classes_equal_masked_dense_attention(
-    kind: str, heads: LayerHeads, dtype: torch.dtype, implementation: str
+    kind: str, heads: LayerHeads, dtype: torch.dtype, implementation: str, together: bool
 ):
     layout = layout_of(kind, num_lists=3)
     for page_list in {
         number for number, local in zip(heads.page_lists, heads.local, strict=True) if local
     } - {0}:
         give_back(layout, page_list)
-    check(layout, heads, (6, 80), dtype, implementation)
+    check(layout, heads, (6, 80), dtype, implementation, together=together)
 
 
 @pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -215,11 +226,13 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(("splits", "triangle"), [(1, 4096), (3, 20)])
 @pytest.mark.parametrize("heads", [dense_heads(3), *HEADS.values()], ids=["dense", *HEADS])
 @pytest.mark.parametrize("kind", POSITIONS)
+@pytest.mark.parametrize("together", [False, True])
 def test_long_runs_go_to_flash_attention(
     kind: str,
     heads: LayerHeads,
     splits: int,
     triangle: int,
+    together: bool,
     flash: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -235,7 +248,7 @@ def test_long_runs_go_to_flash_attention(
         number for number, local in zip(heads.page_lists, heads.local, strict=True) if local
     } - {0}:
         give_back(layout, page_list)
-    check(layout, heads, (6, 80), torch.bfloat16, "triton")
+    check(layout, heads, (6, 80), torch.bfloat16, "triton", together=together)
     opens = kind in ("from the start", "several prompts")
     expected = (
         {"_triangle" if opens and triangle == 20 else "_varlen"}
@@ -244,6 +257,17 @@ def test_long_runs_go_to_flash_attention(
     )
     whole = {head_set.page_list for head_set in heads.whole}
     assert set(flash) == (expected if whole == {0} else set())
+
+
+@needs_triton
+def test_long_runs_go_to_flash_attention_in_every_list_without_gaps(flash: list[str]):
+    """As heads that see everything may have in vLLM, whose groups have block tables of their
+    own."""
+    layout = replace(layout_of("long run behind a prefix", num_lists=3), complete_lists=2)
+    give_back(layout, 2)
+    heads = LayerHeads((0, 1, 2), (0, 1, 2), (False, False, True))
+    check(layout, heads, (6, 80), torch.bfloat16, "triton", together=True)
+    assert flash == ["_varlen"] * 2
 
 
 @needs_triton

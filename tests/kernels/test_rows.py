@@ -54,39 +54,52 @@ def test_norm_rotate(
     )
 
 
+def make_pools(dtype: torch.dtype, *, together: bool) -> tuple[Tensor, Tensor]:
+    """Keys and values of five streams; together, a key lies next to its value, as in vLLM."""
+    keys, values = normal(5, 64, 96, dtype=dtype, seed=2).chunk(2, dim=-1)
+    return (keys, values) if together else (keys.contiguous(), values.contiguous())
+
+
 @pytest.mark.parametrize("n", [0, 1, 19])
 @pytest.mark.parametrize("with_values", [True, False])
-def test_write_rows(implementation: str, dtype: torch.dtype, n: int, with_values: bool) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_write_rows(
+    implementation: str, dtype: torch.dtype, n: int, with_values: bool, together: bool
+) -> None:
     """Each head to its own stream, in the slots of its list; all else stays."""
     heads = LayerHeads((4, 1, 2), (1, 0, 0), (True, False, False))
     slots = torch.stack(
         [torch.randperm(64, generator=torch.Generator().manual_seed(s))[:n] for s in (0, 1)]
     )
     slots = slots.to(DEVICE)
-    pools = tuple(normal(5, 64, 48, dtype=dtype, seed=seed) for seed in (2, 3))[: 1 + with_values]
+    both = make_pools(dtype, together=together)
+    pools = both[: 1 + with_values]
     rows = normal(n, 3 * 48 * 2, dtype=dtype, seed=4).view(n, 2, 3, 48).unbind(1)[: 1 + with_values]
-    expected = [pool.clone() for pool in pools]
-    for pool, new in zip(expected, rows, strict=True):
+    expected = [pool.clone() for pool in both]
+    for pool, new in zip(expected, rows, strict=False):
         for head, (stream, page_list) in enumerate(
             zip(heads.streams, heads.page_lists, strict=True)
         ):
             pool[stream, slots[page_list]] = new[:, head]
 
     write_rows(pools, rows, heads, slots, implementation=implementation)
-    for pool, written in zip(expected, pools, strict=True):
+    for pool, written in zip(expected, both, strict=True):
         assert torch.equal(pool, written)
 
 
 @pytest.mark.parametrize("n", [0, 1, 19])
 @pytest.mark.parametrize("with_values", [True, False])
-def test_read_rows(implementation: str, dtype: torch.dtype, n: int, with_values: bool) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_read_rows(
+    implementation: str, dtype: torch.dtype, n: int, with_values: bool, together: bool
+) -> None:
     """What is written is read again; a slot of -1 is not looked at."""
     heads = LayerHeads((4, 1, 2), (1, 0, 0), (True, False, False))
     slots = torch.stack(
         [torch.randperm(64, generator=torch.Generator().manual_seed(s))[:n] for s in (0, 1)]
     )
     slots = slots.to(DEVICE)
-    pools = tuple(normal(5, 64, 48, dtype=dtype, seed=seed) for seed in (2, 3))[: 1 + with_values]
+    pools = make_pools(dtype, together=together)[: 1 + with_values]
     slots[1, n // 2 :] = -1
 
     found = read_rows(pools, heads, slots, implementation=implementation)

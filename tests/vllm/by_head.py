@@ -67,10 +67,12 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
         (type(group.kv_cache_spec).__name__, len(group.layer_names))
         for group in scheduler.kv_cache_config.kv_cache_groups
     ]
+    layers = engine.vllm_config.compilation_config.static_forward_context.values()
     left = pool.get_num_free_blocks()
     counts = [block.ref_cnt for block in pool.blocks if not block.is_null]
     return {
         "rounds": rounds, "groups": groups, "blocks": total, "left": left, "refs": sum(counts),
+        "apart": sum(len(module.apart) for module in layers if hasattr(module, "apart")),
         "most_decoding": most, "preempted": preempted,
         "zeroes": scheduler.kv_cache_config.needs_kv_cache_zeroing,
         "additional_config": engine.vllm_config.additional_config,

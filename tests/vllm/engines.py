@@ -77,12 +77,20 @@ class Answer:
         return int(self.report["grafted_tokens"])
 
 
-def start_engine(model: Path, *, with_kvgraft: bool, **settings: Any) -> Any:
-    """vLLM's `LLM` in float32, in this process."""
+def start_engine(
+    model: Path, *, with_kvgraft: bool, heads_together: bool = False, **settings: Any
+) -> Any:
+    """vLLM's `LLM` in float32, in this process. With `heads_together` our kernel serves all heads of
+    a model by head, as it does where it is Triton."""
     os.environ |= ENVIRONMENT
     set_num_threads = torch.set_num_threads
     set_num_threads(1)
     from vllm import LLM
+
+    if heads_together:
+        from kvgraft.vllm.heads import attention
+
+        attention.has_triton = lambda device: True
 
     if with_kvgraft:
         from kvgraft.vllm.compat import WORKER_CLASS, transfer_config

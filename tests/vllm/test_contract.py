@@ -138,7 +138,7 @@ HANDED = {
     ("heads/attention.py", "", "vllm_config.cache_config"): CACHE,
     (
         "heads/attention.py",
-        "LocalBuilder",
+        "HeadBuilder",
         "common",
     ): "vllm.v1.attention.backend:CommonAttentionMetadata",
     ("heads/attention.py", "", "whole"): ATTENTION,

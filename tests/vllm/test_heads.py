@@ -24,8 +24,9 @@ from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft.server.arguments import parse
 from kvgraft.vllm.compat import BY_HEAD, FLOW, HEAD_MAP_DIGEST, support, transfer_config
 from kvgraft.vllm.compat.families import BY_HEAD_ARCHITECTURES
+from kvgraft.vllm.compat.group_attention import pseudo_sequences
 from kvgraft.vllm.compat.support import UnsupportedConfiguration, check_head_map
-from kvgraft.vllm.heads.attention import LocalPool
+from kvgraft.vllm.heads.attention import HeadBuilder, HeadPool
 from kvgraft.vllm.heads.spec import SinkWindowSpec
 from kvgraft.vllm.plugin import register
 from models import make_head_map, make_model
@@ -119,9 +120,47 @@ def test_answers_are_those_of_the_native_engine(
 
 
 @pytest.mark.slow
-def test_a_compiled_model_attends_by_head(model: Path, head_map: Path, native: Engine):
+def test_one_call_serves_all_heads_of_a_layer(
+    model: Path, head_map: Path, conversation: tuple[list[Any], dict[str, Any]]
+):
+    """As with Triton, here with our kernel for CPUs."""
+    rounds, apart = conversation
+    settings = settings_of(head_map, num_gpu_blocks_override=400, heads_together=True)
+    together = run(model, settings, rounds, evict_before={"rounds": [5], "groups": [0]})
+    assert (together["apart"], apart["apart"]) == (0, 6)
+    for found, other in zip(together["rounds"], apart["rounds"], strict=True):
+        assert found["likely"] == pytest.approx(other["likely"], abs=1e-4)
+        for what in ("tokens", "cached", "held"):
+            assert found[what] == other[what]
+    assert together["groups"] == apart["groups"]
+
+
+@pytest.mark.slow
+def test_heads_that_see_everything_may_have_several_block_tables(model: Path, tmp_path: Path):
+    """vLLM makes a group of so many layers as there are of the rarer kind."""
+    kinds = [[HeadClass.GLOBAL] * 3 + [HeadClass.LOCAL] for _ in range(4)]
+    kinds[1] = kinds[1][::-1]
+    given = HeadMap.load(model / "heads.json")
+    path = tmp_path / "heads.json"
+    replace(given, classes=tuple(map(tuple, kinds))).save(path)
     asks = [(words(300, 2), 20), (words(90, 3), 20)]
-    said = run(model, settings_of(head_map, enforce_eager=False), [asks])
+    settings = settings_of(path, num_gpu_blocks_override=400, heads_together=True)
+    said = run(model, settings, [asks])
+    assert [kind for kind, _ in said["groups"]].count("FullAttentionSpec") > 1
+    assert said["apart"] == 0
+    native = Engine(model, dtype="float32", head_map=path, head_paging=True)
+    assert said["rounds"][0]["tokens"] == [expected(native, *ask) for ask in asks]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [False, True])
+def test_a_compiled_model_attends_by_head(
+    model: Path, head_map: Path, native: Engine, together: bool
+):
+    asks = [(words(300, 2), 20), (words(90, 3), 20)]
+    settings = settings_of(head_map, enforce_eager=False, heads_together=together)
+    said = run(model, settings, [asks])
+    assert (said["apart"] == 0) is together
     assert said["additional_config"][HEAD_MAP_DIGEST] == HeadMap.load(head_map).digest
     assert said["rounds"][0]["tokens"] == [expected(native, *ask) for ask in asks]
 
@@ -250,13 +289,13 @@ def test_a_full_pool_preempts_and_answers_all_the_same(model: Path, head_map: Pa
 
 @pytest.fixture(scope="module")
 def grafts(model: Path, head_map: Path) -> dict[str, Any]:
-    return grafts_of(model, head_map, "auto")
+    return grafts_of(model, head_map)
 
 
-def grafts_of(model: Path, head_map: Path, cache_dtype: str) -> dict[str, Any]:
+def grafts_of(model: Path, head_map: Path, **settings: Any) -> dict[str, Any]:
     """What is reused of known text where local heads keep sinks and windows, and plain vLLM's
     answers on such heads."""
-    engine = settings_of(head_map, num_gpu_blocks_override=600, kv_cache_dtype=cache_dtype)
+    engine = settings_of(head_map, num_gpu_blocks_override=600, **settings)
     job = {"model": str(model), "engine": engine, "latent": False, "requests": REQUESTS}
     facts: dict[str, Any] = warm.run(
         Path(__file__).with_name("family_engine.py"), job, **ENVIRONMENT
@@ -265,14 +304,18 @@ def grafts_of(model: Path, head_map: Path, cache_dtype: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kv_cache_dtype": "fp8"}, {"heads_together": True}],
+    ids=["numbers", "fp8", "heads together"],
+)
 def test_grafts_go_beside_heads_that_keep_sinks_and_windows(
-    model: Path, head_map: Path, cache_dtype: str, request: pytest.FixtureRequest
+    model: Path, head_map: Path, settings: dict[str, Any], request: pytest.FixtureRequest
 ):
-    if cache_dtype == "auto":
-        grafts = request.getfixturevalue("grafts")
+    if settings:
+        grafts = grafts_of(model, head_map, **settings)
     else:
-        grafts = grafts_of(model, head_map, cache_dtype)
+        grafts = request.getfixturevalue("grafts")
     plain = grafts["plain"]
     assert grafts["groups"].count("SinkWindowSpec") > 1
     for policy in ("sparsex", "spread"):  # all of it recomputed
@@ -593,12 +636,27 @@ def test_the_flag_names_model_class_and_map(model: Path, head_map: Path, tmp_pat
             parse([str(model), "--kvgraft-head-paging", *more])
 
 
+def test_runs_of_a_prompt_share_what_they_read():
+    """While they follow each other; otherwise rows would change places."""
+    runs = [(0, 3, 5), (0, 9, 12), (1, 0, 2), (0, 20, 21), (0, 6, 7)]
+    tables = [np.array([4, 2]), np.array([5])]
+    common = pseudo_sequences(runs, tables, torch.zeros(9, dtype=torch.int64), lambda rows: rows)
+    spec = SinkWindowSpec(
+        block_size=16, num_kv_heads=1, head_size=4, dtype=torch.float32, sliding_window=8, sinks=4
+    )
+    builder = HeadBuilder(spec, ["a", "b"], None, torch.device("cpu"))
+    found = builder.build(0, common)
+    assert [part.tolist() for part in found.positions] == [[3, 4, 9, 10, 11], [0, 1], [20], [6]]
+    assert [part.tolist() for part in found.pages] == [[4], [5], [4, 2], [4]]
+    assert (found.group, found.is_local) == ("a", True)
+
+
 @pytest.mark.parametrize("outermost", ["heads", "blocks"])
 def test_caches_of_one_allocation_are_streams_of_one_pool(outermost: str):
     whole = torch.zeros(5, BLOCKS, 1, BLOCK, 2 * HEAD_DIM)  # of five heads
     if outermost == "blocks":
         whole = torch.zeros(BLOCKS, 5, 1, BLOCK, 2 * HEAD_DIM).transpose(0, 1)
-    pool = LocalPool.of([whole[4], whole[1], whole[2]])
+    pool = HeadPool.of([whole[4], whole[1], whole[2]])
     keys, values = (torch.randn(3, 2, HEAD_DIM) for _ in "kv")
     slots = torch.tensor([[70, -1], [3, 64], [BLOCK * BLOCKS - 1, 0]])
     pool.write(keys, values, slots)
@@ -614,4 +672,4 @@ def test_caches_of_one_allocation_are_streams_of_one_pool(outermost: str):
 def test_caches_of_several_allocations_are_refused():
     caches = [torch.zeros(BLOCKS, 1, BLOCK, 2 * HEAD_DIM) for _ in range(2)]
     with pytest.raises(ValueError, match="not rows of tokens in one allocation"):
-        LocalPool.of(caches)
+        HeadPool.of(caches)

@@ -22,8 +22,13 @@ class HeadSet:
         It is a slice if the heads are consecutive, because a slice needs no index tensor on the
         device.
         """
-        first, last = self.heads[0], self.heads[-1]
-        return slice(first, last + 1) if self.heads == tuple(range(first, last + 1)) else self.heads
+        return index_of(self.heads)
+
+
+def index_of(heads: tuple[int, ...]) -> slice | tuple[int, ...]:
+    """Return an index of these heads in tensors of all heads, a slice if they are consecutive."""
+    first, last = heads[0], heads[-1]
+    return slice(first, last + 1) if heads == tuple(range(first, last + 1)) else heads
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Queries of an attention call, and the places of their contexts in the paged pool."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
 
@@ -206,12 +206,14 @@ class AttentionLayout:
         sinks, window: number of tokens that local heads see at the beginning of a prompt, and up to
             the query's own.
         on_device: the same as tensors on the pool's device, if a host has uploaded them together.
+        complete_lists: number of page lists, the first ones, that hold every token.
     """
 
     contexts: tuple[Context, ...]
     sinks: int = 0
     window: int = 1
     on_device: StepRows | PassRows | None = None
+    complete_lists: int = 1
 
     @classmethod
     def of(
@@ -221,12 +223,14 @@ class AttentionLayout:
         sinks: int = 0,
         window: int = 1,
         on_device: PassRows | None = None,
+        complete_lists: int = 1,
     ) -> "AttentionLayout":
         """Pair positions [n_i] with the slots of their prompts. Prompts without queries are left
         out.
         """
         pairs = zip(positions, slots, strict=True)
-        return cls(tuple(Context(p, s) for p, s in pairs if p.numel()), sinks, window, on_device)
+        contexts = tuple(Context(p, s) for p, s in pairs if p.numel())
+        return cls(contexts, sinks, window, on_device, complete_lists)
 
     @memoised
     def part(self, contexts: tuple[int, ...]) -> "AttentionLayout":
@@ -238,8 +242,8 @@ class AttentionLayout:
             steps = self.on_device.part(
                 upload(self.on_device.pages.device, torch.tensor(contexts))[0]
             )
-        return AttentionLayout(
-            tuple(self.contexts[number] for number in contexts), self.sinks, self.window, steps
+        return replace(
+            self, contexts=tuple(self.contexts[number] for number in contexts), on_device=steps
         )
 
     @property

@@ -49,7 +49,7 @@ def write_rows(
 
     Args:
         pools: keys and values, or keys alone (MLA), [streams, num_slots, d] each, with equal
-            strides.
+            strides, the last being 1.
         rows: rows for each pool, [n, Hkv, d] with equal strides, the last being 1.
         heads: stream and page list of each KV head.
         slots: int64 [page lists, n].

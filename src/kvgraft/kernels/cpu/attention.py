@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvgraft.kernels.heads import LayerHeads
+from kvgraft.kernels.heads import LayerHeads, index_of
 from kvgraft.kernels.layout import LONG_CONTEXT, AttentionLayout, Context, joined
 
 # queries, with all heads, whose scores fit the CPU cache
@@ -50,9 +50,8 @@ def segpaged_attention(
         )
 
     if heads.windowed:
-        outputs[:, heads.windowed] = _windows(
-            queries[:, heads.windowed], keys, values, heads, layout, scale
-        )
+        places = index_of(heads.windowed)
+        outputs[:, places] = _windows(queries[:, places], keys, values, heads, layout, scale)
 
     return output
 
@@ -247,6 +246,8 @@ def _windows(
     tiles = layout.windows(tuple(heads.page_lists[head] for head in heads.windowed))
     streams = torch.tensor([heads.streams[head] for head in heads.windowed], device=keys.device)
     rows, size = tiles.rows, query.shape[2]
+    # a tile for each query, in order
+    decodes = rows.shape[1] == 1
     attended = []
 
     for first in range(0, rows.shape[0], TILES):
@@ -263,13 +264,16 @@ def _windows(
         own_keys, own_values = (
             copy[0].unflatten(0, slots.shape).transpose(0, 1) for copy in copies
         )
-        folded = query[rows[part]].permute(0, 2, 3, 1, 4).flatten(2, 3)  # [w, h, G * r, d]
-        mask = tiles.visible[part].repeat(1, 1, size, 1)  # [w, 1 or h, G * r, k]
+        asking = query[part, None] if decodes else query[rows[part]]
+        folded = asking.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [w, h, G * r, d]
+        visible = tiles.visible[part]
+        # [w, 1 or h, G * r or 1, k]
+        mask = visible if decodes else visible.repeat(1, 1, size, 1)
         result = scaled_dot_product_attention(
             folded, own_keys, own_values, attn_mask=mask, scale=scale
         )
         by_row = result.unflatten(2, (size, -1)).permute(0, 3, 1, 2, 4)  # [w, r, h, G, d]
-        attended.append(by_row[tiles.real[part]])
+        attended.append(by_row[:, 0] if decodes else by_row[tiles.real[part]])
 
     return torch.cat(attended)
 
@@ -297,11 +301,27 @@ def _copy(
     """Copy keys and values [h, slots, d] at slots [t] to [h, t, d]. The result is valid until the
     next copy of the same size.
     """
-    if not keys.is_contiguous() or keys.dtype is not dtype:
-        # `index_select` would first copy the whole pool, as in vLLM, whose rows have key and value
+    pools = (keys, values) if keys.is_contiguous() else (_side_by_side(keys, values),)
+    if keys.dtype is not dtype or not pools[0].is_contiguous():
+        # `index_select` would first copy the whole pool
         return keys[:, slots].to(dtype), values[:, slots].to(dtype)
-    shape = (keys.shape[0], slots.numel(), keys.shape[2])
-    keys_room, values_room = (layout.room(use, shape, keys.dtype) for use in ("keys", "values"))
-    return torch.index_select(keys, 1, slots, out=keys_room), torch.index_select(
-        values, 1, slots, out=values_room
+    copies = []
+    for number, pool in enumerate(pools):
+        shape = (pool.shape[0], slots.numel(), pool.shape[2])
+        room = layout.room(f"copy {number}", shape, pool.dtype)
+        copies.append(torch.index_select(pool, 1, slots, out=room))
+    own_keys, own_values = copies if len(copies) == 2 else copies[0].chunk(2, dim=-1)
+    return own_keys, own_values
+
+
+def _side_by_side(keys: Tensor, values: Tensor) -> Tensor:
+    """Return rows [h, slots, 2 d] of keys, each followed by its value as in vLLM's caches; the keys
+    [h, slots, d] if they lie elsewhere.
+    """
+    dim, same = (
+        keys.shape[2],
+        keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr(),
     )
+    if not same or values.storage_offset() - keys.storage_offset() != dim:
+        return keys
+    return keys.as_strided((*keys.shape[:2], 2 * dim), keys.stride())

@@ -51,9 +51,9 @@ def segpaged_attention(
     """See `kvgraft.kernels.dispatch.segpaged_attention`. The last dimension of every tensor must be
     contiguous.
     """
-    # `read_rows` needs equal strides and consecutive slots
-    is_plain = keys.stride() == values.stride() and keys.stride(1) == keys.shape[2]
-    runs = _long_runs(query, keys, heads, layout) if is_plain else None
+    # `read_rows` needs equal strides
+    same = keys.stride() == values.stride()
+    runs = _long_runs(query, keys, heads, layout) if same else None
     if runs is None:
         return _paged(query, keys, values, heads, layout, scale, output=output)
     if output is None and len(heads.whole) == 1 and not heads.windowed:
@@ -93,8 +93,7 @@ def _long_runs(
         or dim % 8
     ):
         return None
-    # only the first list holds every token
-    if any(head_set.page_list for head_set in heads.whole):
+    if any(head_set.page_list >= layout.complete_lists for head_set in heads.whole):
         return None
 
     runs = layout.long_runs(RUN)

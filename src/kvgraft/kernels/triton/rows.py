@@ -58,7 +58,7 @@ def _move(
     if num_rows:
         _move_rows[num_heads, triton.cdiv(num_rows, ROWS)](
             pools[0], pools[-1], rows[0], rows[-1], slots, places_of(heads, slots.device),
-            pools[0].stride(0),
+            *pools[0].stride()[:2],
             *rows[0].stride()[:2], *rows[-1].stride()[:2], slots.stride(0), num_rows, num_heads,
             head_dim,
             ROWS=ROWS, BLOCK_DIM=triton.next_power_of_2(head_dim), HAS_VALUES=len(pools) > 1,
@@ -118,8 +118,8 @@ def _norm_rotate(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["slots_stride", "num_rows"])
 def _move_rows(  # type: ignore[no-untyped-def]
-    keys, values, key_rows, value_rows, slots, places, stream_stride, key_row, key_head, value_row,
-    value_head,
+    keys, values, key_rows, value_rows, slots, places, stream_stride, slot_stride, key_row,
+    key_head, value_row, value_head,
     slots_stride, num_rows, num_heads, head_dim,
     ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr, HAS_VALUES: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
@@ -130,7 +130,7 @@ def _move_rows(  # type: ignore[no-untyped-def]
     slot = tl.load(slots + page_list * slots_stride + row, mask=row < num_rows, other=-1)
     dim = tl.arange(0, BLOCK_DIM)[None, :]
     inside = (slot >= 0)[:, None] & (dim < head_dim)
-    at = stream * stream_stride + slot[:, None] * head_dim + dim
+    at = stream * stream_stride + slot[:, None] * slot_stride + dim
     to = row[:, None] * key_row + head * key_head + dim
     if READS:
         tl.store(key_rows + to, tl.load(keys + at, mask=inside), mask=inside)

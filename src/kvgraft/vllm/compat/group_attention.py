@@ -33,8 +33,8 @@ LONG_RUN = 64
 DEVICES = ("cuda",)
 # backends whose attention `_PLAIN` describes completely
 BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-# backends whose metadata is not in buffers of `max_num_seqs` sequences
-UNBOUNDED = ("FLASH_ATTN", "TRITON_ATTN")
+# backends whose metadata is not in buffers of `max_num_seqs` sequences; the last is ours, of heads
+UNBOUNDED = ("FLASH_ATTN", "TRITON_ATTN", "CUSTOM")
 # attribute of an implementation -> its name in messages, and values if it is not used
 _PLAIN: dict[str, tuple[str, tuple[Any, ...]]] = {
     "attn_type": ("an encoder", (AttentionType.DECODER,)),
@@ -194,12 +194,23 @@ class RowsMetadata:
             yield
 
 
+@dataclass
+class PseudoSequences(CommonAttentionMetadata):
+    """Input of a metadata builder for runs of consecutive tokens, each as a sequence.
+
+    Attributes:
+        prompts: number of each run's prompt.
+    """
+
+    prompts: tuple[int, ...] = ()
+
+
 def pseudo_sequences(
     queries: Sequence[tuple[int, int, int]],
     tables: Sequence[np.ndarray],
     slots: Tensor,
     kernel_blocks: Callable[[Tensor], Tensor],
-) -> CommonAttentionMetadata:
+) -> PseudoSequences:
     """Return input of a metadata builder for runs of consecutive tokens, each as a sequence.
 
     Args:
@@ -221,7 +232,8 @@ def pseudo_sequences(
 
     own_starts, own_seen, own_rows = upload(slots.device, starts, seen, rows)
 
-    return CommonAttentionMetadata(
+    return PseudoSequences(
+        prompts=tuple(prompt for prompt, _, _ in queries),
         query_start_loc=own_starts,
         query_start_loc_cpu=starts,
         seq_lens=own_seen,

@@ -1,11 +1,13 @@
-"""Attention by KV head: layers of one head each, and the attention of local heads.
+"""Attention by KV head: layers of one head each, and the attention of all heads of a layer.
 
 Local heads use our kernel on every platform, since stock kernels would read blocks that were freed.
-One call serves all local heads of a layer.
+Where our kernel is Triton, the other heads use it too, in the same call. On CPUs, under a flow and
+with FP8 KV each other head is a call of vLLM's backend.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import gcd
 from typing import Any, ClassVar
 
@@ -16,12 +18,13 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
-from vllm.v1.kv_cache_interface import get_kv_quant_mode
+from vllm.v1.kv_cache_interface import get_kv_quant_mode, is_quantized_kv_cache
 
-from kvgraft.kernels.dispatch import segpaged_attention
-from kvgraft.kernels.heads import LayerHeads
+from kvgraft.kernels.dispatch import has_triton, segpaged_attention
+from kvgraft.kernels.heads import LayerHeads, index_of
 from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kernels.memoised import memoised
 from kvgraft.kv.heads import HeadClass, HeadMap
@@ -30,15 +33,18 @@ from kvgraft.vllm.groups import NULL_PAGE
 from kvgraft.vllm.heads.spec import SinkWindowSpec
 from kvgraft.vllm.lengths import lengths_of
 from kvgraft.vllm.limits import READABLE
+from kvgraft.vllm.sparse.program import program_of
 
-# attribute of a local head's cache: where all local heads of its layer are
+# attribute of a head's cache: where all heads of its layer that our kernel serves are
 PLACES = "kvgraft_places"
-# operator that attends for the local heads of a layer
-ATTEND_LOCAL = "vllm::kvgraft_attend_local"
+# operator that attends for the heads of a layer that our kernel serves
+ATTEND_HEADS = "vllm::kvgraft_attend_heads"
+# made once, because an instance computes sets of heads when they are first needed
+layer_heads = cache(LayerHeads)
 
 
-class LocalBackend(AttentionBackend):
-    """Attention to sinks and a window, for every device.
+class HeadBackend(AttentionBackend):
+    """Attention of single KV heads by our kernel, for every device.
 
     It takes every cache layout in which the tokens of a block follow each other.
     """
@@ -53,82 +59,98 @@ class LocalBackend(AttentionBackend):
         return "CUSTOM"
 
     @staticmethod
-    def get_impl_cls() -> type["LocalImpl"]:
-        return LocalImpl
+    def get_impl_cls() -> type["HeadImpl"]:
+        return HeadImpl
 
     @staticmethod
-    def get_builder_cls() -> type["LocalBuilder"]:
-        return LocalBuilder
+    def get_builder_cls() -> type["HeadBuilder"]:
+        return HeadBuilder
 
 
 @dataclass(frozen=True, eq=False)
-class LocalMetadata:
-    """Queries of a step for local heads.
+class HeadMetadata:
+    """Queries of a step for heads with the same block tables.
 
     Attributes:
+        group: name of these heads' KV cache group.
+        is_local: True for local heads.
         positions: positions of each request's queries, int64 [n] on the CPU.
         pages: block table of each request, int64 [b].
         block_size: tokens per block.
-        sinks: number of sink tokens.
-        window: tokens in the window.
     """
 
+    group: str
+    is_local: bool
     positions: list[Tensor]
     pages: list[Tensor]
     block_size: int
-    sinks: int
-    window: int
 
     @memoised
-    def layout(self, stride: int, *others: "LocalMetadata") -> AttentionLayout:
+    def layout(
+        self, stride: int, sinks: int, window: int, *others: "HeadMetadata"
+    ) -> AttentionLayout:
         """Return the queries and the rows that they read; a block begins every `stride` rows.
 
         Blocks that a table no longer holds are not read.
 
         Args:
-            others: metadata of the same queries for heads with other block tables. The layout has a
-                page list for each table, this one's first.
+            sinks, window: number of tokens that local heads see.
+            others: metadata of the same queries for heads with other block tables, those of local
+                heads last. The layout has a page list for each table, this one's first.
         """
+        complete = sum(not part.is_local for part in (self, *others))
         slots = []
         for tables in zip(self.pages, *(other.pages for other in others), strict=True):
             pages = torch.stack(tables)[..., None]
             offsets = torch.arange(self.block_size, device=pages.device)
             found = (pages * stride + offsets).masked_fill(pages == NULL_PAGE, -1)
             slots.append(found.flatten(1))
-        return AttentionLayout.of(self.positions, slots, self.sinks, self.window)
+        return AttentionLayout.of(self.positions, slots, sinks, window, complete_lists=complete)
 
 
-class LocalBuilder(AttentionMetadataBuilder[LocalMetadata]):
-    """Builder of `LocalMetadata` for a group of layers.
+class HeadBuilder(AttentionMetadataBuilder[HeadMetadata]):
+    """Builder of `HeadMetadata` for a group of layers.
 
     Its steps are never captured as a whole, because the host computes which tokens the tiles of
     windows hold.
     """
-
-    kv_cache_spec: SinkWindowSpec
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> LocalMetadata:
-        """Build the metadata of a step as in vLLM."""
+    ) -> HeadMetadata:
+        """Build the metadata of a step as in vLLM.
+
+        Consecutive runs of a prompt in a recovery are one request, so that they share what they
+        read.
+        """
         common, size = common_attn_metadata, int(self.kv_cache_spec.block_size)
         counts = common.query_start_loc_cpu.diff().tolist()
         stops = lengths_of(common)[: len(counts)].tolist()
+        prompts = getattr(common, "prompts", None) or range(len(counts))
+        requests: list[list[int]] = []
+        for number, prompt in enumerate(prompts):
+            before = number - 1
+            follows = number and prompts[before] == prompt
+            if follows and stops[before] <= stops[number] - counts[number]:
+                requests[-1].append(number)
+            else:
+                requests.append([number])
+
         positions = [
-            torch.arange(stop - count, stop) for count, stop in zip(counts, stops, strict=True)
+            torch.cat([torch.arange(stops[run] - counts[run], stops[run]) for run in runs])
+            for runs in requests
         ]
         tables = common.block_table_tensor
-        pages = [tables[number, : -(-stop // size)].long() for number, stop in enumerate(stops)]
-        return LocalMetadata(
-            positions, pages, size, self.kv_cache_spec.sinks, self.kv_cache_spec.sliding_window
-        )
+        pages = [tables[runs[-1], : -(-stops[runs[-1]] // size)].long() for runs in requests]
+        is_local = isinstance(self.kv_cache_spec, SinkWindowSpec)
+        return HeadMetadata(self.layer_names[0], is_local, positions, pages, size)
 
 
-class LocalImpl(AttentionImpl[LocalMetadata]):
-    """Implementation of one local head. `HeadAttention` attends for all of a layer together."""
+class HeadImpl(AttentionImpl[HeadMetadata]):
+    """Implementation of one head. `HeadAttention` attends for all of a layer together."""
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: Any,
@@ -143,18 +165,18 @@ class LocalImpl(AttentionImpl[LocalMetadata]):
     ) -> None:
         """Write key and value [n, 1, d] to their slots."""
         keys, values = (rows[: slot_mapping.numel()].transpose(0, 1) for rows in (key, value))
-        pool = LocalPool.of([kv_cache], self.kv_cache_dtype)
+        pool = HeadPool.of([kv_cache], self.kv_cache_dtype)
         pool.write(keys, values, slot_mapping.long()[None])
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        raise NotImplementedError("local heads of a layer attend together")
+        raise NotImplementedError("heads of a layer attend together")
 
 
 class LocalAttention(Attention):
     """Attention layer of one local KV head."""
 
     def __init__(self, *args: Any, sinks: int, window: int, **kwargs: Any) -> None:
-        super().__init__(*args, attn_backend=LocalBackend, **kwargs)
+        super().__init__(*args, attn_backend=HeadBackend, **kwargs)
         self.sink_tokens, self.window_tokens = sinks, window
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> SinkWindowSpec:
@@ -171,8 +193,8 @@ class LocalAttention(Attention):
 
 
 @dataclass(frozen=True, eq=False)
-class LocalPool:
-    """Caches of a layer's local heads as streams of one pool.
+class HeadPool:
+    """Caches of a layer's heads as streams of one pool.
 
     vLLM keeps all caches in one allocation. In each, the tokens of a block follow each other, the
     key of a token next to its value.
@@ -192,7 +214,7 @@ class LocalPool:
     block_size: int
 
     @classmethod
-    def of(cls, caches: Sequence[Tensor], cache_dtype: str = "auto") -> "LocalPool":
+    def of(cls, caches: Sequence[Tensor], cache_dtype: str = "auto") -> "HeadPool":
         """Return the pool of caches [blocks, 1, N, 2 d], whose dtype has this name in vLLM.
 
         Raises:
@@ -226,7 +248,7 @@ class LocalPool:
         Padding goes to the null block, which is never read.
         """
         slots = slots.clamp(min=0)
-        rows = slots // self.block_size * self.stride + slots % self.block_size
+        rows = torch.add(slots, slots // self.block_size, alpha=self.stride - self.block_size)
         numbers = torch.cat((keys, values), dim=-1)
         if self.rows.dtype.itemsize == 1:
             numbers = encode(numbers, 1.0, self.rows.dtype)
@@ -234,27 +256,40 @@ class LocalPool:
 
 
 class HeadAttention(nn.Module):
-    """Attention of a decoder layer by KV head: the local heads in one call of our kernel, each
-    other head in a call of its backend.
+    """Attention of a decoder layer by KV head.
 
     Args:
         whole: vLLM's attention layer that this replaces.
         head_map: classes of this rank's KV heads.
         layer: number of the decoder layer.
         cache_config: vLLM's cache configuration.
+
+    Attributes:
+        together: heads that our kernel serves, in one call.
+        apart: heads that are a call of vLLM's backend each.
     """
 
     def __init__(self, whole: Attention, head_map: HeadMap, layer: int, cache_config: Any) -> None:
         super().__init__()
+        config = get_current_vllm_config()
         groups = whole.num_heads // whole.num_kv_heads
         self.scale, self.layer_name = float(whole.impl.scale), whole.layer_name
+        self.sinks, self.window = head_map.sinks, head_map.window
         self._cache_dtype: str = whole.kv_cache_dtype
         is_local = head_map.heads(layer, HeadClass.LOCAL)
-        self.local = tuple(head for head, local in enumerate(is_local) if local)
+        serves_all = (
+            has_triton(current_platform.device_type)
+            and program_of(config) is None
+            # flash attention reads no codes
+            and not is_quantized_kv_cache(self._cache_dtype)
+        )
+        ours = [local or serves_all for local in is_local]
+        self.together = tuple(head for head, own in enumerate(ours) if own)
+        self.apart = tuple(head for head, own in enumerate(ours) if not own)
 
         heads: list[Attention] = []
         # A name says the class of a head on every rank, because all ranks have one block table.
-        names = sorted(range(len(is_local)), key=lambda head: not is_local[head])
+        names = sorted(range(len(ours)), key=lambda head: not is_local[head])
         for head, local in enumerate(is_local):
             arguments: dict[str, Any] = {
                 "num_heads": groups,
@@ -265,39 +300,39 @@ class HeadAttention(nn.Module):
                 "prefix": f"{self.layer_name}.kv_head_{names.index(head)}",
             }
             if local:
-                heads.append(
-                    LocalAttention(**arguments, sinks=head_map.sinks, window=head_map.window)
-                )
+                heads.append(LocalAttention(**arguments, sinks=self.sinks, window=self.window))
             else:
-                heads.append(Attention(**arguments))
+                backend = HeadBackend if serves_all else None
+                heads.append(Attention(**arguments, attn_backend=backend))
 
         self.heads = nn.ModuleList(heads)
-        # `attend_local` finds this layer by its name
-        get_current_vllm_config().compilation_config.static_forward_context[self.layer_name] = self
+        # `attend_heads` finds this layer by its name
+        config.compilation_config.static_forward_context[self.layer_name] = self
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend as `Attention` does: [n, Hq d] and twice [n, Hkv d] -> [n, Hq d]."""
         # [n, Hkv, G d or d]
         parts = [rows.unflatten(-1, (len(self.heads), -1)) for rows in (query, key, value)]
         output = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-        if self.local:
-            torch.ops.vllm.kvgraft_attend_local(*parts, output, self.layer_name)
-        for head, attention in enumerate(self.heads):
-            if head not in self.local:
-                output[:, head] = attention(*(rows[:, head].contiguous() for rows in parts))
+        if self.together:
+            torch.ops.vllm.kvgraft_attend_heads(*parts, output, self.layer_name)
+        for head in self.apart:
+            output[:, head] = self.heads[head](*(rows[:, head].contiguous() for rows in parts))
         return output.flatten(1)
 
-    def attend_local(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-        """Store the KV of the local heads, and write their attention into the output.
+    def attend_heads(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        """Store the KV of the heads that our kernel serves, and write their attention into the
+        output.
 
         Args:
             query, output: [n, Hkv, G d].
             key, value: [n, Hkv, d].
         """
-        contexts = [get_attention_context(self.heads[head].layer_name) for head in self.local]
+        contexts = [get_attention_context(self.heads[head].layer_name) for head in self.together]
         metadata, _, caches, slots = zip(*contexts, strict=True)
         # vLLM gives none when it warms up.
         if slots[0] is None or not caches[0].numel():
+            output.zero_()
             return
 
         pool, own = self._places_of(caches)
@@ -305,53 +340,57 @@ class HeadAttention(nn.Module):
         keys, values = (rows[:count, own].transpose(0, 1) for rows in (key, value))
         pool.write(keys, values, torch.stack(slots).long())
         if metadata[0] is None:
+            output.zero_()
             return
 
-        # one page list for each group of heads with the same block tables
-        tables = list(dict.fromkeys(metadata))
-        lists = tuple(map(tables.index, metadata))
-        heads = LayerHeads(pool.streams, lists, (True,) * len(lists))
-        layout = tables[0].layout(pool.stride, *tables[1:])
+        # a page list for each group of heads with the same block tables, in an order that layers
+        # share
+        tables = sorted(set(metadata), key=lambda found: (found.is_local, found.group))
+        is_local = tuple(found.is_local for found in metadata)
+        heads = layer_heads(pool.streams, tuple(map(tables.index, metadata)), is_local)
+        layout = tables[0].layout(pool.stride, self.sinks, self.window, *tables[1:])
         if not layout.contexts:
             return
         count = layout.rows[-1].stop
         asking = query[:count, own].reshape(count, -1, key.shape[-1])
         pool_keys, pool_values = pool.rows.chunk(2, dim=-1)
         attended = segpaged_attention(asking, pool_keys, pool_values, heads, layout, self.scale)
-        output[:count, own] = attended.view(count, len(self.local), -1)
+        output[:count, own] = attended.view(count, len(self.together), -1)
 
-    def _places_of(self, caches: Sequence[Any]) -> tuple[LocalPool, slice | Tensor]:
-        """Return the pool of the local heads' caches, and the index of these heads.
+    def _places_of(self, caches: Sequence[Any]) -> tuple[HeadPool, slice | Tensor]:
+        """Return the pool of these heads' caches, and the index of the heads.
 
         Both are on the device and kept with the first cache, so that they end with it.
         """
-        found: tuple[LocalPool, slice | Tensor] | None = getattr(caches[0], PLACES, None)
+        found: tuple[HeadPool, slice | Tensor] | None = getattr(caches[0], PLACES, None)
         if found is None:
-            first, last = self.local[0], self.local[-1]
-            own: slice | Tensor = slice(first, last + 1)
-            if last - first + 1 != len(self.local):
-                own = torch.tensor(self.local, device=caches[0].device)
-            found = LocalPool.of(caches, self._cache_dtype), own
+            places = index_of(self.together)
+            own = (
+                places
+                if isinstance(places, slice)
+                else torch.tensor(places, device=caches[0].device)
+            )
+            found = HeadPool.of(caches, self._cache_dtype), own
             setattr(caches[0], PLACES, found)
         return found
 
 
-def attend_local(
+def attend_heads(
     query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: str
 ) -> None:
-    """Call `HeadAttention.attend_local` of a layer: an operator for compiled models."""
-    get_forward_context().no_compile_layers[layer_name].attend_local(query, key, value, output)
+    """Call `HeadAttention.attend_heads` of a layer: an operator for compiled models."""
+    get_forward_context().no_compile_layers[layer_name].attend_heads(query, key, value, output)
 
 
-def _attend_local_fake(
+def _attend_heads_fake(
     query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: str
 ) -> None:
-    """Stand for `attend_local` while a model is traced."""
+    """Stand for `attend_heads` while a model is traced."""
 
 
 direct_register_custom_op(
-    op_name="kvgraft_attend_local",
-    op_func=eager_break_during_capture(attend_local),
+    op_name="kvgraft_attend_heads",
+    op_func=eager_break_during_capture(attend_heads),
     mutates_args=["output"],
-    fake_impl=_attend_local_fake,
+    fake_impl=_attend_heads_fake,
 )

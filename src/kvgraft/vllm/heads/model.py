@@ -11,7 +11,7 @@ from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from kvgraft.vllm.compat import HEAD_MAP, HEAD_MAP_DIGEST
 from kvgraft.vllm.compat.head_maps import map_of_rank
 from kvgraft.vllm.compat.support import check_head_map
-from kvgraft.vllm.heads.attention import ATTEND_LOCAL, HeadAttention
+from kvgraft.vllm.heads.attention import ATTEND_HEADS, HeadAttention
 
 
 class _ByHead:
@@ -23,8 +23,8 @@ class _ByHead:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         # As attention operators do, this one divides a graph whose parts CUDA graphs capture.
         splitting = vllm_config.compilation_config.splitting_ops
-        if splitting and ATTEND_LOCAL not in splitting:
-            splitting.append(ATTEND_LOCAL)
+        if splitting and ATTEND_HEADS not in splitting:
+            splitting.append(ATTEND_HEADS)
         # Compiled graphs depend on the classes, and vLLM caches them by its configuration.
         vllm_config.additional_config[HEAD_MAP_DIGEST] = whole.digest
         for index, layer in enumerate(self.model.layers):  # type: ignore[attr-defined]
