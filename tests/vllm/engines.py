@@ -113,6 +113,11 @@ def start_engine(
     }
     engine = LLM(str(model), **defaults | settings)
     torch.set_num_threads = set_num_threads  # vLLM disables it for the whole process
+    if heads_together:
+        layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        by_head = [layer for layer in layers if isinstance(layer, attention.HeadAttention)]
+        assert by_head
+        assert not any(layer.apart for layer in by_head)
     return engine
 
 

@@ -1,6 +1,7 @@
 """Local heads as sinks and windows in vLLM: its answers are those of the native engine on the same
 head map."""
 
+from dataclasses import replace as replace_field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -316,6 +317,10 @@ def test_grafts_go_beside_heads_that_keep_sinks_and_windows(
         grafts = grafts_of(model, head_map, **settings)
     else:
         grafts = request.getfixturevalue("grafts")
+    if "heads_together" in settings:
+        others = request.getfixturevalue("grafts")
+        for name in ("naive", "with windows", "redknot"):
+            assert grafts[name]["tokens"] == others[name]["tokens"]
     plain = grafts["plain"]
     assert grafts["groups"].count("SinkWindowSpec") > 1
     for policy in ("sparsex", "spread"):  # all of it recomputed
@@ -649,6 +654,10 @@ def test_runs_of_a_prompt_share_what_they_read():
     assert [part.tolist() for part in found.positions] == [[3, 4, 9, 10, 11], [0, 1], [20], [6]]
     assert [part.tolist() for part in found.pages] == [[4], [5], [4, 2], [4]]
     assert (found.group, found.is_local) == ("a", True)
+    whole = replace_field(found, group="z", is_local=False, pages=[p + 9 for p in found.pages])
+    layout = whole.layout(16, 4, 8, found)
+    assert layout.complete_lists == 1
+    assert [c.slots[:, 0].tolist() for c in layout.contexts[:2]] == [[13 * 16, 64], [14 * 16, 80]]
 
 
 @pytest.mark.parametrize("outermost", ["heads", "blocks"])

@@ -24,6 +24,7 @@ from kvgraft.kernels.dispatch import segpaged_attention
 from kvgraft.kernels.layout import AttentionLayout
 from kvgraft.kernels.upload import upload
 from kvgraft.vllm.compat.pools import PoolLayout
+from kvgraft.vllm.heads.attention import HeadBackend
 from kvgraft.vllm.patches.replacing import replaced
 
 logger = logging.getLogger("kvgraft")
@@ -33,8 +34,8 @@ LONG_RUN = 64
 DEVICES = ("cuda",)
 # backends whose attention `_PLAIN` describes completely
 BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-# backends whose metadata is not in buffers of `max_num_seqs` sequences; the last is ours, of heads
-UNBOUNDED = ("FLASH_ATTN", "TRITON_ATTN", "CUSTOM")
+# backends whose metadata is not in buffers of `max_num_seqs` sequences, as ours of heads is not
+UNBOUNDED = ("FLASH_ATTN", "TRITON_ATTN")
 # attribute of an implementation -> its name in messages, and values if it is not used
 _PLAIN: dict[str, tuple[str, tuple[Any, ...]]] = {
     "attn_type": ("an encoder", (AttentionType.DECODER,)),
@@ -80,7 +81,8 @@ class GroupAttention:
         pool = pools.pop() if len(pools) == 1 else None
         if pool is None and not reasons:
             reasons["a cache that is not rows of keys and values, alike in all layers"] = None
-        bounded = device.type in DEVICES and backend not in UNBOUNDED
+        unbounded = backend in UNBOUNDED or layers[0].attn_backend is HeadBackend
+        bounded = device.type in DEVICES and not unbounded
         max_runs = int(config.scheduler_config.max_num_seqs) if bounded else None
         return cls(number, backend, pool, tuple(reasons), max_runs)
 
