@@ -80,8 +80,8 @@ class Answer:
 def start_engine(
     model: Path, *, with_kvgraft: bool, heads_together: bool = False, **settings: Any
 ) -> Any:
-    """vLLM's `LLM` in float32, in this process. With `heads_together` our kernel serves all heads of
-    a model by head, as it does where it is Triton."""
+    """vLLM's `LLM` in float32, in this process. With `heads_together` our kernel serves all heads
+    of a model by head, as it does where it is Triton."""
     os.environ |= ENVIRONMENT
     set_num_threads = torch.set_num_threads
     set_num_threads(1)

@@ -2,9 +2,9 @@
 
 Run as a script it reads one JSON object, `model`, `flow`, `settings` and what to do, and prints
 what became of it: `rounds` of `Ask`, those of a round together; with `everything` no request is too
-short to be decoded sparsely; with `scales` layers have these scales of keys and values; `latent` says
-that the model has MLA; the requests of `trouble` come first, are preempted and aborted, and their
-blocks overwritten."""
+short to be decoded sparsely; with `scales` layers have these scales of keys and values; `latent`
+says that the model has MLA; the requests of `trouble` come first, are preempted and aborted, and
+their blocks overwritten."""
 
 import json
 import os

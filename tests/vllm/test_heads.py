@@ -138,7 +138,7 @@ def test_one_call_serves_all_heads_of_a_layer(
 
 @pytest.mark.slow
 def test_heads_that_see_everything_may_have_several_block_tables(model: Path, tmp_path: Path):
-    """vLLM makes a group of so many layers as there are of the rarer kind."""
+    """A KV cache group of vLLM has as few layers as the rarer kind of heads."""
     kinds = [[HeadClass.GLOBAL] * 3 + [HeadClass.LOCAL] for _ in range(4)]
     kinds[1] = kinds[1][::-1]
     given = HeadMap.load(model / "heads.json")
@@ -580,7 +580,7 @@ def test_a_quantised_cache_is_within_its_rounding(model: Path, head_map: Path, t
         ("fp8", None, False),
     ],
 )
-def test_scales_of_a_checkpoint_are_refused_beside_a_quantised_cache(
+def test_scales_of_a_checkpoint_are_refused_with_a_quantised_cache(
     model: Path, head_map: Path, cache_dtype: str, quantisation: Any, is_refused: bool
 ):
     config = config_of(model, kv_cache_dtype=cache_dtype)

@@ -308,9 +308,10 @@ def _copy(
     copies = []
     for number, pool in enumerate(pools):
         shape = (pool.shape[0], slots.numel(), pool.shape[2])
-        room = layout.room(f"copy {number}", shape, pool.dtype)
+        room = layout.room(f"copy {number}", shape, dtype)
         copies.append(torch.index_select(pool, 1, slots, out=room))
-    own_keys, own_values = copies if len(copies) == 2 else copies[0].chunk(2, dim=-1)
+    # of one pool the copy has key and value side by side, too
+    own_keys, own_values = copies if len(copies) > 1 else copies[0].chunk(2, dim=-1)
     return own_keys, own_values
 
 
@@ -318,10 +319,7 @@ def _side_by_side(keys: Tensor, values: Tensor) -> Tensor:
     """Return rows [h, slots, 2 d] of keys, each followed by its value as in vLLM's caches; the keys
     [h, slots, d] if they lie elsewhere.
     """
-    dim, same = (
-        keys.shape[2],
-        keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr(),
-    )
-    if not same or values.storage_offset() - keys.storage_offset() != dim:
+    dim, itemsize = keys.shape[2], keys.element_size()
+    if values.stride() != keys.stride() or values.data_ptr() != keys.data_ptr() + dim * itemsize:
         return keys
     return keys.as_strided((*keys.shape[:2], 2 * dim), keys.stride())

@@ -34,7 +34,7 @@ LONG_RUN = 64
 DEVICES = ("cuda",)
 # backends whose attention `_PLAIN` describes completely
 BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-# backends whose metadata is not in buffers of `max_num_seqs` sequences, as ours of heads is not
+# vLLM's backends whose metadata is not in buffers of `max_num_seqs` sequences
 UNBOUNDED = ("FLASH_ATTN", "TRITON_ATTN")
 # attribute of an implementation -> its name in messages, and values if it is not used
 _PLAIN: dict[str, tuple[str, tuple[Any, ...]]] = {

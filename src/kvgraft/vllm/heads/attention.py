@@ -72,7 +72,7 @@ class HeadMetadata:
     """Queries of a step for heads with the same block tables.
 
     Attributes:
-        group: name of these heads' KV cache group.
+        group: name of the first layer of these heads' attention group.
         is_local: True for local heads.
         positions: positions of each request's queries, int64 [n] on the CPU.
         pages: block table of each request, int64 [b].
