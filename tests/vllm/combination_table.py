@@ -1,27 +1,32 @@
 """Table of features that a server refuses together, on the page docs/combinations.md.
 
-`python tests/vllm/combination_table.py` writes it. Each pair is one run of what `kvgraft serve
---check` does, in this process; `--print` only prints the table."""
+`python tests/vllm/combination_table.py` writes it. Each pair in vLLM is one run of what `kvgraft
+serve --check` does, in this process, and each pair in the native engine is an engine; `--print`
+only prints the table."""
 
 import json
 import os
 import re
 import sys
+from collections.abc import Iterable
 from itertools import combinations, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "vllm")]
 
+from kvgraft import Engine  # noqa: E402
 from kvgraft.kv.heads import HEAD_MAP_FILE  # noqa: E402
+from kvgraft.store import StoreOptions  # noqa: E402
 
 PAGE = ROOT / "docs" / "combinations.md"
 BEGIN, END = (
     "<!-- combinations: written by tests/vllm/combination_table.py -->\n",
     "<!-- end of combinations -->\n",
 )
-HEAD = ("| feature | refused with | reason |", "|---|---|---|")
+HEAD = ("| host | feature | refused with | reason |", "|---|---|---|---|")
 MAP = "HEAD_MAP"  # replaced by the path of the model's head map
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 DRAFT = {"method": "draft_model", "model": "MODEL", "num_speculative_tokens": 3}
@@ -44,6 +49,16 @@ FEATURES = {
     "draft model": ["--speculative-config", json.dumps(DRAFT)],
     "tensor parallelism": ["--tensor-parallel-size", "2"],
     "data parallelism": ["--data-parallel-size", "2"],
+}
+# what the native engine has of these: keywords of `Engine`
+NATIVE: dict[str, dict[str, Any]] = {
+    "policy `redknot`": {"policy": "redknot"},
+    "policies `samkv`, `condense`": {"policy": "condense"},
+    "near-duplicates": {"match": "similar"},
+    "flow": {"flow": "quest"},
+    "per-head KV eviction": {"head_paging": True},
+    "segment store": {"store": StoreOptions(ram_gib=0.01)},
+    "residual streams": {"residual_layers": [1]},
 }
 # kind of model -> family
 MODELS = {
@@ -77,6 +92,23 @@ def reason(model: Path, *features: str) -> str | None:
     return None
 
 
+def native_reason(model: Path, *features: str) -> str | None:
+    """Return why the native engine does not start with these features; None if it does."""
+    keywords: dict[str, Any] = {}
+    for feature in features:
+        keywords |= NATIVE[feature]
+    try:
+        Engine(model, max_length=1024, num_pages=64, **keywords).close()
+    except ValueError as error:
+        return _shortened(str(error), model)
+    return None
+
+
+def _pairs(features: Iterable[str]) -> list[tuple[str, str]]:
+    """Each two features that one server may have."""
+    return [pair for pair in combinations(features, 2) if not set(pair) <= POLICIES.keys()]
+
+
 def _shortened(text: str, model: Path) -> str:
     """Return the first reason in a message, without paths and prefixes."""
     text = re.sub(r"^KVGraft cannot run with |^flow '\w+' cannot be followed with ", "", text)
@@ -96,21 +128,23 @@ def rows(folder: Path) -> list[str]:
 
     plain = make(PLAIN)
     found = []
-    for pair in combinations([*POLICIES, *FEATURES], 2):
-        if set(pair) <= POLICIES.keys():
-            continue
+    for pair in _pairs([*POLICIES, *FEATURES]):
         if "--speculative-config" in FEATURES.get(pair[0], ()) and "draft model" in pair:
             continue
         if why := reason(plain, *pair):
-            found.append((*pair, why))
+            found.append(("vLLM", *pair, why))
     for (kind, family), feature in product(MODELS.items(), [*POLICIES, *FEATURES]):
         model = folder / family if (folder / family).exists() else make(family)
         has_map = (model / HEAD_MAP_FILE).exists()
         if MAP in (FEATURES | POLICIES)[feature] and not has_map:
-            found.append((kind, feature, "the native engine, which makes head maps, cannot run it"))
+            why = "the native engine, which makes head maps, cannot run it"
+            found.append(("vLLM", kind, feature, why))
         elif why := reason(model, feature):
-            found.append((kind, feature, why))
-    return [f"| {first} | {second} | {why} |" for first, second, why in found]
+            found.append(("vLLM", kind, feature, why))
+    for pair in _pairs(NATIVE):
+        if why := native_reason(plain, *pair):
+            found.append(("native", *pair, why))
+    return [f"| {' | '.join(row)} |" for row in found]
 
 
 def table() -> str:
