@@ -42,7 +42,10 @@ BLOCK_SIZE = 16
 @app.command("eval")
 def evaluate(
     suite: Annotated[
-        str, typer.Option(help="By commas: all, ruler, ..., docs, alike or files (.json, .jsonl).")
+        str,
+        typer.Option(
+            help="By commas: all, ruler, ..., docs, alike, code, edits or files (.jsonl)."
+        ),
     ],
     policies: Annotated[
         str,

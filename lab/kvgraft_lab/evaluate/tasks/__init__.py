@@ -5,12 +5,13 @@ from typing import Protocol
 
 from kvgraft_lab.evaluate.tasks.alike import make_alike
 from kvgraft_lab.evaluate.tasks.code import make_code
+from kvgraft_lab.evaluate.tasks.edits import make_edits
 from kvgraft_lab.evaluate.tasks.files import load_suite
 from kvgraft_lab.evaluate.tasks.generated import GENERATED
 from kvgraft_lab.evaluate.tasks.items import PATTERNS, Ask, Item, Pattern, Shape
 from kvgraft_lab.evaluate.tasks.texts import SPLITS, check_split
 
-DOCS, ALIKE, CODE = "docs", "alike", "code"
+DOCS, ALIKE, CODE, EDITS = "docs", "alike", "code", "edits"
 
 
 class TaskSuite(Protocol):
@@ -56,6 +57,8 @@ def find_suites(names: str, split: str = "all") -> tuple[TaskSuite, ...]:
             found.append(make_alike(split))
         elif name == CODE:
             found.append(make_code(split))
+        elif name == EDITS:
+            found.append(make_edits(split))
         elif "/" in name or Path(name).suffix:
             found.append(load_suite(Path(name), split))
         else:
@@ -71,7 +74,7 @@ def find_suites(names: str, split: str = "all") -> tuple[TaskSuite, ...]:
 
 
 def _choices() -> str:
-    return f"all, {', '.join(GENERATED)}, {DOCS}, {ALIKE}, {CODE}, or give a file"
+    return f"all, {', '.join(GENERATED)}, {DOCS}, {ALIKE}, {CODE}, {EDITS}, or give a file"
 
 
 __all__ = [

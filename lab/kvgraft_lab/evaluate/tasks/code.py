@@ -4,13 +4,13 @@ line       the next line of a function
 call       a line that calls a function or class of another file, up to the call; its arguments
 
 The line uses a definition of another file of the same package. That definition is one of the reused
-segments, among other definitions, as a retriever returns them (RepoBench, Liu et al. 2024;
-CrossCodeEval, Ding et al. 2023).
+segments, in random order among other definitions of the package (as in RepoBench, Liu et al. 2024;
+CrossCodeEval, Ding et al. 2023; they order them by a retriever's score).
 """
 
 import ast
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.metadata import distribution
@@ -107,50 +107,87 @@ def make_code(split: str = "all") -> Suite:
     Raises:
         ValueError: an unknown split, or none of the packages is installed.
     """
+    return Suite("code", described(split), ("line", "call"), partial(_write, split), real_text=True)
+
+
+def described(split: str) -> str:
+    """Return which packages are installed, for the description of a suite.
+
+    Raises:
+        ValueError: an unknown split, or none of the packages is installed.
+    """
     check_split(split)
     found = _installed()
     if not found:
         raise ValueError(f"code needs one of these packages: {', '.join(PACKAGES)}")
     named = ", ".join(f"{name} {distribution(name).version}" for name in found)
-    description = f"code of {named}{of_split(split)}"
-    return Suite("code", description, ("line", "call"), partial(_write, split), real_text=True)
+    return f"code of {named}{of_split(split)}"
 
 
 def _write(split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
     """Write questions of one task about definitions of one package."""
-    size = (shape.length - ROOM - LEADING // CHARACTERS) * CHARACTERS // shape.num_segments
+    size = segment_size(shape, shape.num_segments)
+    package = draw_package(rng, split, shape.num_segments)
+    uses = draw_uses(rng, package, min(QUESTIONS, shape.num_segments - 1))
+    keys = draw_keys(rng, package, uses, shape.num_segments)
+    segments = [segment(package.definitions[key], size) for key in keys]
+    return write_item(rng, INSTRUCTION, segments, pattern, [_ask(task, use) for use in uses])
+
+
+def segment_size(shape: Shape, num_segments: int) -> int:
+    """Return the characters of each of the segments of a prompt.
+
+    Raises:
+        ValueError: the prompt is too short for them.
+    """
+    size = (shape.length - ROOM - LEADING // CHARACTERS) * CHARACTERS // num_segments
     if size < LEAST:
-        least = (LEAST * shape.num_segments + LEADING) // CHARACTERS + ROOM + 1
+        least = (LEAST * num_segments + LEADING) // CHARACTERS + ROOM + 1
         raise ValueError(
-            f"length must be at least {least} tokens for {shape.num_segments} segments of code, "
-            f"got {shape.length}"
+            f"length must be at least {least} tokens for {num_segments} segments of code, got "
+            f"{shape.length}"
         )
+    return size
+
+
+def draw_package(
+    rng: Random, split: str, num_segments: int, suited: Callable[[Use], bool] = lambda _: True
+) -> Package:
+    """Return a package of the split with enough definitions, and with a suited use.
+
+    Raises:
+        ValueError: there is none.
+    """
     packages = [
         package
         for package in packages_of(split)
-        if package.uses and len(package.definitions) > 2 * shape.num_segments
+        if any(map(suited, package.uses)) and len(package.definitions) > 2 * num_segments
     ]
     if not packages:
-        raise ValueError(
-            f"no installed package has {shape.num_segments} definitions{of_split(split)}"
-        )
+        raise ValueError(f"no installed package has {num_segments} definitions{of_split(split)}")
+    return rng.choice(packages)
 
-    package = rng.choice(packages)
-    uses = draw_uses(rng, package, min(QUESTIONS, shape.num_segments - 1))
+
+def draw_keys(
+    rng: Random, package: Package, uses: Sequence[Use], num_segments: int
+) -> list[tuple[str, str]]:
+    """Return the keys of `num_segments` definitions in random order: those that the uses call, and
+    others, of files that are not asked about."""
     sources = list(dict.fromkeys((use.source, use.name) for use in uses))
     asked = {use.file for use in uses}
     others = [key for key in package.definitions if key not in sources and key[0] not in asked]
-    keys = [*sources, *rng.sample(others, min(shape.num_segments - len(sources), len(others)))]
+    keys = [*sources, *rng.sample(others, min(num_segments - len(sources), len(others)))]
     rng.shuffle(keys)
-    segments = [segment(package.definitions[key], size) for key in keys]
-    asks = [_ask(task, use) for use in uses]
-    return write_item(rng, INSTRUCTION, segments, pattern, asks)
+    return keys
 
 
-def draw_uses(rng: Random, package: Package, count: int) -> list[Use]:
-    """Return up to `count` uses of different definitions."""
+def draw_uses(
+    rng: Random, package: Package, count: int, suited: Callable[[Use], bool] = lambda _: True
+) -> list[Use]:
+    """Return up to `count` suited uses of different definitions."""
     drawn: dict[tuple[str, str], Use] = {}
-    for use in rng.sample(package.uses, min(len(package.uses), DRAWS * count)):
+    uses = list(filter(suited, package.uses))
+    for use in rng.sample(uses, min(len(uses), DRAWS * count)):
         drawn.setdefault((use.source, use.name), use)
     return list(drawn.values())[:count]
 
@@ -165,17 +202,17 @@ def segment(definition: Definition, size: int) -> str:
 
 
 def _ask(task: str, use: Use) -> Ask:
-    question = f"Question: How does this function of {use.file} go on?\nAnswer:"
-    begun = f"\n```python\n{use.leading}\n"
     if task == "line":
-        return _ask_line(task, question, use.line, "edit_similarity", begun)
-    called, arguments = use.line[: use.called], use.line[use.called :]
-    return _ask_line(task, question, arguments, "line_match", begun + called)
+        return ask_line(task, use, 0, "edit_similarity")
+    return ask_line(task, use, use.called, "line_match")
 
 
-def _ask_line(task: str, question: str, line: str, metric: Metric, begun: str) -> Ask:
-    """Ask for the rest of a line."""
-    return Ask(task, (question,), (line,), ANSWER, metric, begun=begun, stop=("\n",))
+def ask_line(task: str, use: Use, start: int, metric: Metric) -> Ask:
+    """Ask for the line of a use from this character on."""
+    question = f"Question: How does this function of {use.file} go on?\nAnswer:"
+    given, answer = use.line[:start], use.line[start:]
+    begun = f"\n```python\n{use.leading}\n{given}"
+    return Ask(task, (question,), (answer,), ANSWER, metric, begun=begun, stop=("\n",))
 
 
 @lru_cache(maxsize=3)

@@ -52,21 +52,27 @@ def edit_words(rng: Random, text: str, share: float) -> str:
 
 
 def write_item(
-    rng: Random, instruction: str, segments: Sequence[str], pattern: str, asks: Sequence[Ask]
+    rng: Random,
+    instruction: str,
+    segments: Sequence[str],
+    pattern: str,
+    asks: Sequence[Ask],
+    read: Sequence[str] | None = None,
 ) -> Item:
     """Return the two-phase item of some questions about the same segments. `asks` hold only their
-    question so far.
+    question so far; `read` are the segments of phase 1, if they were others.
     """
+    read = segments if read is None else read
     prompt = arrange(
         instruction,
         segments,
         pattern,
         [f"Part {number}." for number in range(1, len(segments) + 1)],
     )
-    others = [OTHERS[number % len(OTHERS)] for number in range(len(segments))]
+    others = [OTHERS[number % len(OTHERS)] for number in range(len(read))]
     questions = [ask.segments[-1] for ask in asks]
     return Item(
         pattern,
-        read_before(rng, others, segments, pattern, questions),
+        read_before(rng, others, read, pattern, questions),
         tuple(replace(ask, segments=(*prompt, *ask.segments)) for ask in asks),
     )

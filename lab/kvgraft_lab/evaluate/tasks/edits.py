@@ -1,0 +1,89 @@
+"""Sessions of a coding agent over installed packages: files are read, edited and read again.
+
+replaced     the prompt holds the edited files in place of the ones that were read, as editors that
+             send the current files with each request do
+read_again   the prompt holds the files as they were read, then each edited file once more, as
+             agents do that append what tools return
+
+Between two prompts the called definitions get another name. The answer is the new name, in a line
+of another file. Stale KV, or KV of the first reading, leads to the old name, with which the new one
+begins.
+"""
+
+import re
+from dataclasses import replace
+from functools import partial
+from random import Random
+
+from kvgraft_lab.evaluate.tasks.code import (
+    Use,
+    ask_line,
+    described,
+    draw_keys,
+    draw_package,
+    draw_uses,
+    segment,
+    segment_size,
+)
+from kvgraft_lab.evaluate.tasks.items import QUESTIONS, Ask, Item, Pattern, Shape, Suite
+from kvgraft_lab.evaluate.tasks.texts import write_item
+
+REPLACED, READ_AGAIN = "replaced", "read_again"
+INSTRUCTION = (
+    "You edit a Python package. Complete the code with the definitions of the other files as they "
+    "are now. A file that was edited is shown as it is after the edit."
+)
+# what a name has behind it after the edit; a class in capitals
+ADDED = ("checked", "cached", "strict", "locked", "traced", "once")
+
+
+def make_edits(split: str = "all") -> Suite:
+    """Return the suite, from installed packages. All of a package is in one split.
+
+    Raises:
+        ValueError: an unknown split, or none of the packages is installed.
+    """
+    make = partial(_write, split)
+    return Suite("edits", described(split), (REPLACED, READ_AGAIN), make, real_text=True)
+
+
+def _write(split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -> Item:
+    """Write questions of one task about renamed definitions of one package."""
+    count = min(QUESTIONS, shape.num_segments - 1)
+    size = segment_size(shape, shape.num_segments + (count if task == READ_AGAIN else 0))
+    package = draw_package(rng, split, shape.num_segments, _is_suited)
+    uses = draw_uses(rng, package, count, _is_suited)
+    keys = draw_keys(rng, package, uses, shape.num_segments)
+    names = {(use.source, use.name): _new_name(rng, use.name) for use in uses}
+
+    before = [segment(package.definitions[key], size) for key in keys]
+    after = [
+        rename(text, key[1], names[key]) if key in names else text
+        for key, text in zip(keys, before, strict=True)
+    ]
+    edited = [text for key, text in zip(keys, after, strict=True) if key in names]
+    now = after if task == REPLACED else [*before, *(f"# Edited:\n{text}" for text in edited)]
+    asks = [_ask(task, use, names[use.source, use.name]) for use in uses]
+    return write_item(rng, INSTRUCTION, now, pattern, asks, read=before)
+
+
+def rename(code: str, name: str, new_name: str) -> str:
+    """Return code in which this word is another one."""
+    return re.sub(rf"\b{re.escape(name)}\b", new_name, code)
+
+
+def _new_name(rng: Random, name: str) -> str:
+    added = rng.choice(ADDED)
+    return f"{name}_{added}" if name.islower() else f"{name}{added.capitalize()}"
+
+
+def _is_suited(use: Use) -> bool:
+    """Return whether a line calls its definition by its own name, which nothing before it says."""
+    named = use.line[: use.called].endswith(f"{use.name}(")
+    return named and not re.search(rf"\b{re.escape(use.name)}\b", use.leading)
+
+
+def _ask(task: str, use: Use, new_name: str) -> Ask:
+    """Ask for the name, up to the parenthesis."""
+    asked = ask_line(task, use, use.called - 1 - len(use.name), "line_match")
+    return replace(asked, answers=(new_name,), stop=("(", "\n"))

@@ -1,0 +1,63 @@
+"""Sessions in which files are edited between two prompts: what is asked, and what has been read."""
+
+import re
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from kvgraft_lab.evaluate.tasks import code, find_suites
+from kvgraft_lab.evaluate.tasks.edits import ADDED, READ_AGAIN, REPLACED, make_edits, rename
+from kvgraft_lab.evaluate.tasks.items import PATTERNS, Pattern, Shape
+
+SHAPE = Shape(1800, 6)
+
+
+@pytest.fixture(autouse=True)
+def _few_packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Three packages, since parsing all of them takes a quarter of a minute."""
+    few = {name: (name,) for name in ("fastapi", "fsspec", "rich")}
+    monkeypatch.setattr(code, "PACKAGES", few)
+    code.packages_of.cache_clear()
+    yield
+    code.packages_of.cache_clear()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("task", [REPLACED, READ_AGAIN])
+def test_only_the_edited_file_says_the_new_name(task: str, pattern: Pattern):
+    suite = make_edits()
+    for number in range(3):
+        item = suite.make(Random(number), SHAPE, task, pattern)
+        read = " ".join(text for texts in item.phase_1 for text in texts)
+        assert item.phase_2
+        for ask in item.phase_2:
+            [name] = ask.answers
+            old = re.sub(rf"_?({'|'.join(ADDED)})$", "", name, flags=re.IGNORECASE)
+            *shown, question = ask.segments
+            assert name not in read
+            assert name not in question + ask.begun
+            [edited] = [text for text in shown if name in text]
+            assert edited.startswith("# Edited:\n# " if task == READ_AGAIN else "# ")
+            defined = [text for text in shown if re.search(rf"(def|class) {old}\b", text)]
+            assert bool(defined) is (task == READ_AGAIN)
+            assert ask.stop == ("(", "\n")
+
+
+def test_what_was_not_edited_is_read_as_it_is_shown():
+    item = make_edits().make(Random(1), SHAPE, REPLACED, "reordered")
+    [read] = item.phase_1
+    kept = {*item.phase_2[0].segments} & {*read}
+    assert 1 <= len(kept) == SHAPE.num_segments - len(item.phase_2)
+
+
+def test_renaming_changes_whole_words_only():
+    code = "def area(x):\n    return area_of(x) + area(x - 1)\n"
+    assert rename(code, "area", "area_once") == (
+        "def area_once(x):\n    return area_of(x) + area_once(x - 1)\n"
+    )
+
+
+def test_the_suite_is_found_by_name():
+    [suite] = find_suites("edits", "dev")
+    assert (suite.name, suite.tasks) == ("edits", (REPLACED, READ_AGAIN))
