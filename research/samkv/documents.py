@@ -32,8 +32,8 @@ from kvgraft_lab.evaluate.tasks import Item, Shape, find_suites
 from kvgraft_lab.testbed import MODEL_DIR
 
 POLICIES = (
-    "naive;epic;cacheblend;sparsex;transitive;redknot;samkv:block_tokens=8;"
-    "samkv:block_tokens=8,top_p=off;condense"
+    "naive;epic;cacheblend;sparsex;transitive;redknot;samkv:block_tokens=8,kept_share=0.15;"
+    "samkv:block_tokens=8,kept_share=0.15,top_p=off;condense"
 )
 STEPS = 64
 ROOM = 150  # tokens of a prompt beside its documents

@@ -160,7 +160,7 @@ def mean_logits(query: Tensor, keys: Tensor, window: int) -> Tensor:
 
 def main(
     policies: Annotated[str, typer.Option(help="Beside full, by semicolons.")] = (
-        "samkv:block_tokens=8;condense;multi_infllm:block_tokens=8;multi_infllm"
+        "samkv:block_tokens=8,kept_share=0.15;condense;multi_infllm:block_tokens=8;multi_infllm"
     ),
     segments: Annotated[int, typer.Option(help="Documents of a prompt.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 4250,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draft_models import make_eagle, make_target
 from engines import BLOCK, EVERYTHING, NAIVE, OFF, Ask, words
 from families import DEEPSEEK, make_family
 from jobs import MIXED, natively
@@ -174,16 +175,25 @@ def test_a_quantised_cache_is_read_with_its_scales(model: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ngram", pytest.param("draft_model", marks=pytest.mark.soak)])
-def test_drafts_change_no_answer_of_a_flow(model: Path, native: Engine, method: str):
+@pytest.mark.parametrize(
+    "method", ["ngram", "eagle", pytest.param("draft_model", marks=pytest.mark.soak)]
+)
+def test_drafts_change_no_answer_of_a_flow(
+    model: Path, native: Engine, tmp_path: Path, method: str
+):
     """Each drafted token chooses the blocks that it would have chosen alone, also where the flow
-    begins: it reads up to six blocks."""
-    drafts = NGRAM
+    begins: it reads up to six blocks. (Longer prompts would be preempted and read again, densely.)
+    """
+    drafts, flow = NGRAM, "quest:topk_blocks=3"
     if method == "draft_model":
         drafts = {"method": method, "model": str(model), "num_speculative_tokens": 3}
+    if method == "eagle":
+        model, flow = make_target(tmp_path / "target"), f"{flow},layers_skip=none"
+        native = Engine(model, dtype="float32", block_size=BLOCK)
+        head = make_eagle(tmp_path / "eagle", model)
+        drafts = {"method": method, "model": str(head), "num_speculative_tokens": 3}
     lengths = [*(len(ask.prompt) for ask in MIXED), *range(170, 186, 3)]
-    asks = [Ask(words(length, length), max_tokens=80) for length in lengths]
-    flow = "quest:topk_blocks=3"
+    asks = [Ask(words(length, length), max_tokens=80) for length in lengths if length < 900]
     said = run(model, flow, asks, asks, settings={"speculative_config": drafts})
     expected = natively(native, flow, asks)
     assert said["tokens"] == [expected, expected]
