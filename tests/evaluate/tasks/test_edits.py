@@ -25,7 +25,7 @@ def _few_packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("task", [REPLACED, READ_AGAIN])
-def test_only_the_edited_file_says_the_new_name(task: str, pattern: Pattern):
+def test_only_edited_files_say_the_new_name(task: str, pattern: Pattern):
     suite = make_edits()
     for number in range(3):
         item = suite.make(Random(number), SHAPE, task, pattern)
@@ -33,14 +33,20 @@ def test_only_the_edited_file_says_the_new_name(task: str, pattern: Pattern):
         assert item.phase_2
         for ask in item.phase_2:
             [name] = ask.answers
-            old = re.sub(rf"_?({'|'.join(ADDED)})$", "", name, flags=re.IGNORECASE)
+            first = re.sub(f"_?({'|'.join(ADDED)})$", "", name, flags=re.IGNORECASE)
+            old = rf"\b{first}\b"
             *shown, question = ask.segments
             assert name not in read
             assert name not in question + ask.begun
-            [edited] = [text for text in shown if name in text]
-            assert edited.startswith("# Edited:\n# " if task == READ_AGAIN else "# ")
-            defined = [text for text in shown if re.search(rf"(def|class) {old}\b", text)]
-            assert bool(defined) is (task == READ_AGAIN)
+            assert not re.search(old, ask.begun)
+            edited = [text for text in shown if name in text]
+            again = [text.startswith("# Edited:\n# ") for text in edited]
+            assert again == [task == READ_AGAIN] * len(edited)
+            assert any(re.search(rf"(def|class) {name}\b", text) for text in edited)
+            stale = [text for text in shown if re.search(old, text.partition("\n")[2])]
+            assert bool(stale) is (task == READ_AGAIN)
+            assert not any(text in edited for text in stale)
+            assert ask.begun == ask.begun.rstrip(" ")
             assert ask.stop == ("(", "\n")
 
 
@@ -51,10 +57,10 @@ def test_what_was_not_edited_is_read_as_it_is_shown():
     assert 1 <= len(kept) == SHAPE.num_segments - len(item.phase_2)
 
 
-def test_renaming_changes_whole_words_only():
-    code = "def area(x):\n    return area_of(x) + area(x - 1)\n"
-    assert rename(code, "area", "area_once") == (
-        "def area_once(x):\n    return area_of(x) + area_once(x - 1)\n"
+def test_renaming_changes_whole_words_of_code_only():
+    text = "# pkg/area.py\ndef area(x):\n    return area_of(x) + area(x - 1)\n"
+    assert rename(text, {"area": "area_once"}) == (
+        "# pkg/area.py\ndef area_once(x):\n    return area_of(x) + area_once(x - 1)\n"
     )
 
 

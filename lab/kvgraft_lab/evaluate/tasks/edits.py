@@ -5,12 +5,13 @@ replaced     the prompt holds the edited files in place of the ones that were re
 read_again   the prompt holds the files as they were read, then each edited file once more, as
              agents do that append what tools return
 
-Between two prompts the called definitions get another name. The answer is the new name, in a line
-of another file. Stale KV, or KV of the first reading, leads to the old name, with which the new one
-begins.
+Between two prompts the called definitions get another name, in every definition that names them.
+The answer is the new name, in a line of another file. KV of the first reading leads to the old
+name, with which the new one begins.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -54,22 +55,21 @@ def _write(split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -
     package = draw_package(rng, split, shape.num_segments, _is_suited)
     uses = draw_uses(rng, package, count, _is_suited)
     keys = draw_keys(rng, package, uses, shape.num_segments)
-    names = {(use.source, use.name): _new_name(rng, use.name) for use in uses}
+    names = {use.name: _new_name(rng, use.name) for use in uses}
 
     before = [segment(package.definitions[key], size) for key in keys]
-    after = [
-        rename(text, key[1], names[key]) if key in names else text
-        for key, text in zip(keys, before, strict=True)
-    ]
-    edited = [text for key, text in zip(keys, after, strict=True) if key in names]
+    after = [rename(text, names) for text in before]
+    edited = [new for old, new in zip(before, after, strict=True) if new != old]
     now = after if task == REPLACED else [*before, *(f"# Edited:\n{text}" for text in edited)]
-    asks = [_ask(task, use, names[use.source, use.name]) for use in uses]
+    asks = [_ask(task, use, names[use.name]) for use in uses]
     return write_item(rng, INSTRUCTION, now, pattern, asks, read=before)
 
 
-def rename(code: str, name: str, new_name: str) -> str:
-    """Return code in which this word is another one."""
-    return re.sub(rf"\b{re.escape(name)}\b", new_name, code)
+def rename(text: str, names: Mapping[str, str]) -> str:
+    """Return a segment in which these words of its code are others. Its first line names a file."""
+    file, _, code = text.partition("\n")
+    words = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+    return "\n".join((file, words.sub(lambda found: names[found[0]], code)))
 
 
 def _new_name(rng: Random, name: str) -> str:
@@ -79,11 +79,21 @@ def _new_name(rng: Random, name: str) -> str:
 
 def _is_suited(use: Use) -> bool:
     """Return whether a line calls its definition by its own name, which nothing before it says."""
-    named = use.line[: use.called].endswith(f"{use.name}(")
-    return named and not re.search(rf"\b{re.escape(use.name)}\b", use.leading)
+    name = re.escape(use.name)
+    named = re.search(rf"(?<![\w.]){name}\($", use.line[: use.called])
+    return named is not None and not re.search(rf"\b{name}\b", use.leading)
 
 
 def _ask(task: str, use: Use, new_name: str) -> Ask:
-    """Ask for the name, up to the parenthesis."""
+    """Ask for the name, up to the parenthesis. White space before it is part of the answer, as a
+    tokenizer expects."""
     asked = ask_line(task, use, use.called - 1 - len(use.name), "line_match")
-    return replace(asked, answers=(new_name,), stop=("(", "\n"))
+    [question] = asked.segments
+    question = question.replace("\n", f" It calls a definition of {use.source}.\n", 1)
+    return replace(
+        asked,
+        segments=(question,),
+        answers=(new_name,),
+        begun=asked.begun.rstrip(" "),
+        stop=("(", "\n"),
+    )
