@@ -53,10 +53,11 @@ class ServedFigures:
     """One server, against plain vLLM.
 
     Attributes:
-        score, full_score, noise_score: right answers of this server, of plain vLLM, and of that
-            with the passages in another order.
-        less: score of plain vLLM minus this one, with its 95 % interval.
-        kl, noise: KL along plain vLLM's answers, nats, of this server and of other orders.
+        score, full_score, noise_score: right answers of this server, of a server asked with
+            `"reuse": "exact"`, whose answers are plain vLLM's, and of that one with the passages in
+            another order.
+        less: that score minus this one, with its 95 % interval.
+        kl, noise: KL along its answers, nats, of this server and of other orders.
         worst: greatest ratio of the two in a pattern of reuse, and its name.
         sooner: plain vLLM's time to first token divided by this one's, median over prompts, with
             its 95 % interval.
@@ -137,17 +138,15 @@ async def measure_times(
             for number, item in enumerate([items[0], *items]):
                 times: dict[Client, Timed] = {}
                 for client in (first, second) if number % 2 else (second, first):
-                    await asyncio.sleep(SETTLE_S)
-                    read = client is second
-                    times[client] = await _time(client, item, host, read=read)
+                    times[client] = await _time(client, item, host)
                 found.append((times[first], times[second]))
                 on_progress(number + 1, len(items) + 1)
     return found[1:]
 
 
-async def _time(client: Client, item: Item, host: HttpHost, *, read: bool) -> Timed:
-    """Return the times of an item's first prompt, before which its texts are read or not. No other
-    prompt shares its prefix."""
+async def _time(client: Client, item: Item, host: HttpHost) -> Timed:
+    """Return the times of an item's first prompt, after its texts were read. No other item shares
+    its prefix."""
     namespace, chat, usage = uuid.uuid4().hex, host.chat if item.chat else None, list[float]()
 
     async def ask(text: str, count: int, given: Mapping[str, Any]) -> Any:
@@ -164,8 +163,9 @@ async def _time(client: Client, item: Item, host: HttpHost, *, read: bool) -> Ti
 
         return checked(await client.send("", {"prompt": text}, count, extra, look))
 
-    for known in item.phase_1 if read else ():
+    for known in item.phase_1:
         await ask(as_text(known, chat), 1, {"reuse": "exact"})
+    await asyncio.sleep(SETTLE_S)
     asked = item.phase_2[0]
     outcome = await ask(as_text(asked.segments, chat, asked.begun), ANSWER, {})
     return Timed(outcome.ttft_s, statistics.median(outcome.gaps_s), usage[-1])

@@ -52,7 +52,7 @@ REDKNOT = (  # the default; without each of its parts; without any; with less in
 # what reused heads keep, of the same prompts
 REPAIR = ("redknot", "redknot:repair=off", "redknot:reuse=off")
 SUITES = "ruler,multihop,instruction,chat,agents,stress"
-# filled to 15 % by Eq. 2, Eq. 3 and the filter, or in any case; the paper has no such limit
+# 15 % at most, a limit that the paper does not have; with `top_p=off` always 15 %
 SAMKV_AT_15 = (
     "samkv:block_tokens=8,kept_share=0.15",
     "samkv:block_tokens=8,kept_share=0.15,top_p=off",

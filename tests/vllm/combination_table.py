@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "vllm")]
 
-from kvgraft import Engine  # noqa: E402
+from kvgraft import Engine, Request, SamplingParams, Segment  # noqa: E402
 from kvgraft.kv.heads import HEAD_MAP_FILE  # noqa: E402
 from kvgraft.store import StoreOptions  # noqa: E402
 
@@ -93,15 +93,19 @@ def reason(model: Path, *features: str) -> str | None:
 
 
 def native_reason(model: Path, *features: str) -> str | None:
-    """Return why the native engine does not start with these features; None if it does."""
+    """Return why the native engine does not start with these features, or does not reuse text
+    under them; None if it does."""
     keywords: dict[str, Any] = {}
     for feature in features:
         keywords |= NATIVE[feature]
+    parts = [Segment("The first document. " * 20), Segment("Another one. " * 20), "Why?"]
     try:
-        Engine(model, max_length=1024, num_pages=64, **keywords).close()
+        with Engine(model, max_length=1024, num_pages=64, **keywords) as engine:
+            [result] = engine.generate([Request(parts, sampling=SamplingParams(1))])
     except ValueError as error:
         return _shortened(str(error), model)
-    return None
+    refusal = result.report.fallback
+    return f"requests with it are computed in full (`{refusal}`)" if refusal else None
 
 
 def _pairs(features: Iterable[str]) -> list[tuple[str, str]]:

@@ -44,7 +44,7 @@ def evaluate(
     suite: Annotated[
         str,
         typer.Option(
-            help="By commas: all, ruler, ..., docs, alike, code, edits or files (.jsonl)."
+            help="By commas: all, ruler, ..., docs, alike, code, edits, or files (.json, .jsonl)."
         ),
     ],
     policies: Annotated[

@@ -164,7 +164,10 @@ def draw_package(
         if any(map(suited, package.uses)) and len(package.definitions) > 2 * num_segments
     ]
     if not packages:
-        raise ValueError(f"no installed package has {num_segments} definitions{of_split(split)}")
+        raise ValueError(
+            f"no installed package has {num_segments} definitions and a line to ask for"
+            f"{of_split(split)}"
+        )
     return rng.choice(packages)
 
 
