@@ -1,6 +1,5 @@
 """Code completion over packages: what counts as a use, and what a prompt holds."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -11,6 +10,7 @@ from kvgraft_lab.evaluate.tasks import code, find_suites
 from kvgraft_lab.evaluate.tasks.code import Package, make_code
 from kvgraft_lab.evaluate.tasks.items import Shape
 
+pytestmark = pytest.mark.usefixtures("few_packages")
 SHAPES = '''
 class Circle:
     """A circle with a centre, a radius and a colour."""
@@ -51,16 +51,6 @@ def draw(canvas, radius):
 
     return nested
 """
-
-
-@pytest.fixture(autouse=True)
-def _few_packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Three packages, since parsing all of them takes a quarter of a minute."""
-    few = {name: (name,) for name in ("fastapi", "fsspec", "rich")}
-    monkeypatch.setattr(code, "PACKAGES", few)
-    code.packages_of.cache_clear()
-    yield
-    code.packages_of.cache_clear()
 
 
 @pytest.fixture

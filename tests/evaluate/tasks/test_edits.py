@@ -1,26 +1,16 @@
 """Sessions in which files are edited between two prompts: what is asked, and what has been read."""
 
 import re
-from collections.abc import Iterator
 from random import Random
 
 import pytest
 
-from kvgraft_lab.evaluate.tasks import code, find_suites
+from kvgraft_lab.evaluate.tasks import find_suites
 from kvgraft_lab.evaluate.tasks.edits import ADDED, READ_AGAIN, REPLACED, make_edits, rename
 from kvgraft_lab.evaluate.tasks.items import PATTERNS, Pattern, Shape
 
+pytestmark = pytest.mark.usefixtures("few_packages")
 SHAPE = Shape(1800, 6)
-
-
-@pytest.fixture(autouse=True)
-def _few_packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Three packages, since parsing all of them takes a quarter of a minute."""
-    few = {name: (name,) for name in ("fastapi", "fsspec", "rich")}
-    monkeypatch.setattr(code, "PACKAGES", few)
-    code.packages_of.cache_clear()
-    yield
-    code.packages_of.cache_clear()
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -210,9 +210,9 @@ def _ask(task: str, use: Use) -> Ask:
     return ask_line(task, use, use.called, "line_match")
 
 
-def ask_line(task: str, use: Use, start: int, metric: Metric) -> Ask:
-    """Ask for the line of a use from this character on."""
-    question = f"Question: How does this function of {use.file} go on?\nAnswer:"
+def ask_line(task: str, use: Use, start: int, metric: Metric, hint: str = "") -> Ask:
+    """Ask for the line of a use from this character on; the hint ends the question."""
+    question = f"Question: How does this function of {use.file} go on?{hint}\nAnswer:"
     given, answer = use.line[:start], use.line[start:]
     begun = f"\n```python\n{use.leading}\n{given}"
     return Ask(task, (question,), (answer,), ANSWER, metric, begun=begun, stop=("\n",))

@@ -3,7 +3,7 @@
 replaced     the prompt holds the edited files in place of the ones that were read, as editors that
              send the current files with each request do
 read_again   the prompt holds the files as they were read, then each edited file once more, as
-             agents do that append what tools return
+             agents that append the output of tools do
 
 Between two prompts the called definitions get another name, in every definition that names them.
 The answer is the new name, in a line of another file. KV of the first reading leads to the old
@@ -34,7 +34,7 @@ INSTRUCTION = (
     "You edit a Python package. Complete the code with the definitions of the other files as they "
     "are now. A file that was edited is shown as it is after the edit."
 )
-# what a name has behind it after the edit; a class in capitals
+# what the edit adds to a name, capitalised if the name has capitals
 ADDED = ("checked", "cached", "strict", "locked", "traced", "once")
 
 
@@ -87,13 +87,7 @@ def _is_suited(use: Use) -> bool:
 def _ask(task: str, use: Use, new_name: str) -> Ask:
     """Ask for the name, up to the parenthesis. White space before it is part of the answer, as a
     tokenizer expects."""
-    asked = ask_line(task, use, use.called - 1 - len(use.name), "line_match")
-    [question] = asked.segments
-    question = question.replace("\n", f" It calls a definition of {use.source}.\n", 1)
-    return replace(
-        asked,
-        segments=(question,),
-        answers=(new_name,),
-        begun=asked.begun.rstrip(" "),
-        stop=("(", "\n"),
-    )
+    hint = f" It calls a definition of {use.source}."
+    asked = ask_line(task, use, use.called - 1 - len(use.name), "line_match", hint)
+    begun = asked.begun.rstrip(" ")
+    return replace(asked, answers=(new_name,), begun=begun, stop=("(", "\n"))
