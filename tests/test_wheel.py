@@ -23,6 +23,7 @@ ABSENT = (
     "scipy",
     "matplotlib",
     "accelerate",
+    "bm25s",
 )  # where the product alone is installed
 PLAIN = {".py", ".json", ".jinja", ".j2", ".html", ".typed", ""}
 

@@ -44,7 +44,8 @@ def evaluate(
     suite: Annotated[
         str,
         typer.Option(
-            help="By commas: all, ruler, ..., docs, alike, code, edits, or files (.json, .jsonl)."
+            help="By commas: all, ruler, ..., docs, alike, code, retrieval, edits, or files "
+            "(.json, .jsonl)."
         ),
     ],
     policies: Annotated[

@@ -39,7 +39,7 @@ def completions(directory: Path, seed: int = 0) -> Reading:
     directory = directory.resolve()
     package = read_package(directory.parent, directory.name)
     rng = Random(seed)  # noqa: S311
-    uses = draw_uses(rng, package, NUM_QUESTIONS)
+    uses = draw_uses(rng, package.uses, NUM_QUESTIONS)
     if len(uses) < NUM_QUESTIONS or len(package.definitions) < 2 * AROUND:
         raise ValueError(
             f"--code: {directory} has {len(uses)} calls of functions or classes of another file "

@@ -1,5 +1,6 @@
 """Task suites by name, or from a file in a public format."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -8,10 +9,9 @@ from kvgraft_lab.evaluate.tasks.code import make_code
 from kvgraft_lab.evaluate.tasks.edits import make_edits
 from kvgraft_lab.evaluate.tasks.files import load_suite
 from kvgraft_lab.evaluate.tasks.generated import GENERATED
-from kvgraft_lab.evaluate.tasks.items import PATTERNS, Ask, Item, Pattern, Shape
+from kvgraft_lab.evaluate.tasks.items import PATTERNS, Ask, Item, Pattern, Shape, Suite
+from kvgraft_lab.evaluate.tasks.retrieval import make_retrieval
 from kvgraft_lab.evaluate.tasks.texts import SPLITS, check_split
-
-DOCS, ALIKE, CODE, EDITS = "docs", "alike", "code", "edits"
 
 
 class TaskSuite(Protocol):
@@ -32,6 +32,22 @@ class TaskSuite(Protocol):
     def items(self, seed: int, count: int, shape: Shape) -> tuple[Item, ...]: ...
 
 
+def _make_docs(split: str) -> Suite:
+    from kvgraft_lab.evaluate.tasks.docs import make_docs  # torch takes a second to load
+
+    return make_docs(split)
+
+
+# suites of real text by name
+REAL: Mapping[str, Callable[[str], Suite]] = {
+    "docs": _make_docs,
+    "alike": make_alike,
+    "code": make_code,
+    "retrieval": make_retrieval,
+    "edits": make_edits,
+}
+
+
 def find_suites(names: str, split: str = "all") -> tuple[TaskSuite, ...]:
     """Return suites by names or files, separated by commas; `all` is every generated one.
 
@@ -49,16 +65,8 @@ def find_suites(names: str, split: str = "all") -> tuple[TaskSuite, ...]:
             found += GENERATED.values()
         elif name in GENERATED:
             found.append(GENERATED[name])
-        elif name == DOCS:
-            from kvgraft_lab.evaluate.tasks.docs import make_docs  # torch takes a second to load
-
-            found.append(make_docs(split))
-        elif name == ALIKE:
-            found.append(make_alike(split))
-        elif name == CODE:
-            found.append(make_code(split))
-        elif name == EDITS:
-            found.append(make_edits(split))
+        elif name in REAL:
+            found.append(REAL[name](split))
         elif "/" in name or Path(name).suffix:
             found.append(load_suite(Path(name), split))
         else:
@@ -74,7 +82,7 @@ def find_suites(names: str, split: str = "all") -> tuple[TaskSuite, ...]:
 
 
 def _choices() -> str:
-    return f"all, {', '.join(GENERATED)}, {DOCS}, {ALIKE}, {CODE}, {EDITS}, or give a file"
+    return f"all, {', '.join((*GENERATED, *REAL))}, or give a file"
 
 
 __all__ = [

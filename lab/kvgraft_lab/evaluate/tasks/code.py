@@ -5,7 +5,8 @@ call       a line that calls a function or class of another file, up to the call
 
 The line uses a definition of another file of the same package. That definition is one of the reused
 segments, in random order among other definitions of the package (as in RepoBench, Liu et al. 2024;
-CrossCodeEval, Ding et al. 2023; they order them by a retriever's score).
+CrossCodeEval, Ding et al. 2023). The suite `retrieval` orders them by a retriever's score, as these
+do.
 """
 
 import ast
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.metadata import distribution
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from textwrap import dedent
@@ -92,7 +94,7 @@ class Use:
     called: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity, so that what is derived can be cached
 class Package:
     """Definitions of a package by file and name, and the lines that use them across files."""
 
@@ -119,7 +121,7 @@ def described(split: str) -> str:
     check_split(split)
     found = _installed()
     if not found:
-        raise ValueError(f"code needs one of these packages: {', '.join(PACKAGES)}")
+        raise ValueError(f"suites of code need one of these packages: {', '.join(PACKAGES)}")
     named = ", ".join(f"{name} {distribution(name).version}" for name in found)
     return f"code of {named}{of_split(split)}"
 
@@ -128,10 +130,10 @@ def _write(split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -
     """Write questions of one task about definitions of one package."""
     size = segment_size(shape, shape.num_segments)
     package = draw_package(rng, split, shape.num_segments)
-    uses = draw_uses(rng, package, min(QUESTIONS, shape.num_segments - 1))
+    uses = draw_uses(rng, package.uses, min(QUESTIONS, shape.num_segments - 1))
     keys = draw_keys(rng, package, uses, shape.num_segments)
     segments = [segment(package.definitions[key], size) for key in keys]
-    return write_item(rng, INSTRUCTION, segments, pattern, [_ask(task, use) for use in uses])
+    return write_item(rng, INSTRUCTION, segments, pattern, [ask(task, use) for use in uses])
 
 
 def segment_size(shape: Shape, num_segments: int) -> int:
@@ -151,9 +153,12 @@ def segment_size(shape: Shape, num_segments: int) -> int:
 
 
 def draw_package(
-    rng: Random, split: str, num_segments: int, suited: Callable[[Use], bool] = lambda _: True
+    rng: Random,
+    split: str,
+    num_segments: int,
+    uses_of: Callable[[Package], Sequence[Use]] = attrgetter("uses"),
 ) -> Package:
-    """Return a package of the split with enough definitions, and with a suited use.
+    """Return a package of the split with enough definitions, and with any of these uses.
 
     Raises:
         ValueError: there is none.
@@ -161,7 +166,7 @@ def draw_package(
     packages = [
         package
         for package in packages_of(split)
-        if any(map(suited, package.uses)) and len(package.definitions) > 2 * num_segments
+        if len(package.definitions) > 2 * num_segments and uses_of(package)
     ]
     if not packages:
         raise ValueError(
@@ -184,12 +189,9 @@ def draw_keys(
     return keys
 
 
-def draw_uses(
-    rng: Random, package: Package, count: int, suited: Callable[[Use], bool] = lambda _: True
-) -> list[Use]:
-    """Return up to `count` suited uses of different definitions."""
+def draw_uses(rng: Random, uses: Sequence[Use], count: int) -> list[Use]:
+    """Return up to `count` uses of different definitions."""
     drawn: dict[tuple[str, str], Use] = {}
-    uses = list(filter(suited, package.uses))
     for use in rng.sample(uses, min(len(uses), DRAWS * count)):
         drawn.setdefault((use.source, use.name), use)
     return list(drawn.values())[:count]
@@ -204,7 +206,8 @@ def segment(definition: Definition, size: int) -> str:
     return f"# {definition.file}\n{text}"
 
 
-def _ask(task: str, use: Use) -> Ask:
+def ask(task: str, use: Use) -> Ask:
+    """Ask for the line of a use, or for the arguments of its call."""
     if task == "line":
         return ask_line(task, use, 0, "edit_similarity")
     return ask_line(task, use, use.called, "line_match")

@@ -13,10 +13,11 @@ name, with which the new one begins.
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from random import Random
 
 from kvgraft_lab.evaluate.tasks.code import (
+    Package,
     Use,
     ask_line,
     described,
@@ -52,8 +53,8 @@ def _write(split: str, rng: Random, shape: Shape, task: str, pattern: Pattern) -
     """Write questions of one task about renamed definitions of one package."""
     count = min(QUESTIONS, shape.num_segments - 1)
     size = segment_size(shape, shape.num_segments + (count if task == READ_AGAIN else 0))
-    package = draw_package(rng, split, shape.num_segments, _is_suited)
-    uses = draw_uses(rng, package, count, _is_suited)
+    package = draw_package(rng, split, shape.num_segments, _suited_uses)
+    uses = draw_uses(rng, _suited_uses(package), count)
     keys = draw_keys(rng, package, uses, shape.num_segments)
     names = {use.name: _new_name(rng, use.name) for use in uses}
 
@@ -77,11 +78,16 @@ def _new_name(rng: Random, name: str) -> str:
     return f"{name}_{added}" if name.islower() else f"{name}{added.capitalize()}"
 
 
-def _is_suited(use: Use) -> bool:
-    """Return whether a line calls its definition by its own name, which nothing before it says."""
-    name = re.escape(use.name)
-    named = re.search(rf"(?<![\w.]){name}\($", use.line[: use.called])
-    return named is not None and not re.search(rf"\b{name}\b", use.leading)
+@lru_cache(maxsize=32)
+def _suited_uses(package: Package) -> tuple[Use, ...]:
+    """Return the lines that call a definition by its own name, which nothing before them says."""
+
+    def is_suited(use: Use) -> bool:
+        name = re.escape(use.name)
+        named = re.search(rf"(?<![\w.]){name}\($", use.line[: use.called])
+        return named is not None and not re.search(rf"\b{name}\b", use.leading)
+
+    return tuple(filter(is_suited, package.uses))
 
 
 def _ask(task: str, use: Use, new_name: str) -> Ask:
