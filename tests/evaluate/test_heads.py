@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def test_classes_follow_from_far_mass_then_from_shift():
 
 @pytest.mark.slow
 def test_effect_is_that_of_a_map_with_one_local_head(engine: Engine):
-    [sample, _] = heads.generated_samples(engine, seed=3, count=2, length=512)
+    [sample, _] = heads.generated_samples(engine, seed=3, count=2, length=512, testbed=True)
     effect = heads.measure_effect(engine.decoder, sample, sinks=4, window=32)
     assert effect.shape == (8, 4)
     prompts = [[*prefix, *sample.body] for prefix in sample.prefixes]
@@ -79,7 +80,7 @@ def test_effect_is_that_of_a_map_with_one_local_head(engine: Engine):
 def test_the_heads_that_a_model_by_head_needs_are_among_those_it_was_trained_to_need():
     host = Engine(redknot.MODEL_DIR, dtype="float32", kv_gib=0.01)
     made = HeadMap.load(redknot.MODEL_DIR / "heads.json")
-    samples = heads.generated_samples(host, seed=0, count=6, length=512)
+    samples = heads.generated_samples(host, seed=0, count=6, length=512, testbed=True)
     found = heads.profile(
         host, samples, sinks=made.sinks, window=made.window, threshold=0.1
     ).head_map
@@ -96,13 +97,22 @@ def engine() -> Engine:
 
 def test_maps_of_disjoint_prompts_agree(engine: Engine):
     """The bundled model: the first layer looks around, all others look far."""
-    samples = heads.generated_samples(engine, seed=0, count=8, length=512)
+    samples = heads.generated_samples(engine, seed=0, count=8, length=512, testbed=True)
     assert len(samples) == 8
     found = heads.profile(engine, samples, sinks=4, window=64, threshold=0.5, by="far-mass")
     assert found.agreement >= 0.75
     assert found.kept_agreement == 1.0
     assert set(found.head_map.classes[0]) == {L}
     assert L not in {name for layer in found.head_map.classes[1:] for name in layer}
+
+
+def test_samples_of_models_that_read_english_end_with_a_question_and_the_beginning_of_its_answer():
+    bytes_of = SimpleNamespace(encode=lambda text: list(text.encode()))
+    samples = heads.generated_samples(bytes_of, seed=0, count=4, length=512)  # type: ignore[arg-type]
+    texts = [bytes(sample.body).decode() for sample in samples]
+    assert all(text.startswith("Answer the question from the following text.") for text in texts)
+    assert all("\nQuestion: " in text and "\nAnswer: " in text for text in texts)
+    assert len({text.split("\n")[1] for text in texts}) == len(texts)
 
 
 @pytest.mark.slow
@@ -121,10 +131,10 @@ def test_a_profile_needs_text_and_sane_numbers(engine: Engine):
             heads.profile(engine, samples, **{"sinks": 4, "window": 64} | given)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 2 samples are needed"):
         heads.text_samples(engine, ["too short"], count=3, length=256)
-    with pytest.raises(ValueError, match="length must be at least 384 tokens, got 383"):
-        heads.generated_samples(engine, seed=0, count=2, length=383)
+    with pytest.raises(ValueError, match="length must be at least 512 tokens, got 511"):
+        heads.generated_samples(engine, seed=0, count=2, length=511)
     with pytest.raises(ValueError, match="samples must be at least 2"):
-        heads.generated_samples(engine, seed=0, count=1, length=512)
+        heads.generated_samples(engine, seed=0, count=1, length=512, testbed=True)
 
 
 @pytest.mark.soak

@@ -201,12 +201,14 @@ def profile_heads(
     length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 1024,
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Read these files instead of the testbed's prompts (repeatable)."),
+        typer.Option(
+            help="Read these files instead of questions about documentation (repeatable)."
+        ),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Also draw the heads: layers by heads, as PNG.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the testbed's prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the questions.")] = 0,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
@@ -227,7 +229,9 @@ def profile_heads(
         texts = [path.read_text(encoding="utf-8") for path in text]
         chosen = heads.text_samples(engine, texts, count=samples, length=length)
     else:
-        chosen = heads.generated_samples(engine, seed=seed, count=samples, length=length)
+        chosen = heads.generated_samples(
+            engine, seed=seed, count=samples, length=length, testbed=model == MODEL_DIR
+        )
     with progress_bar(progress_console, "profiling") as on_progress:
         measure: Any = by
         profile = heads.profile(
@@ -264,12 +268,12 @@ def profile_layers(
     ] = 16,
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Read these files instead of the testbed's texts (repeatable)."),
+        typer.Option(help="Read these files instead of documentation (repeatable)."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Also draw the scores of all layers, as PNG.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the testbed's texts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     as_json: JsonOption = False,
@@ -287,8 +291,9 @@ def profile_layers(
         chosen = layer_profile.user_texts(engine, named, count=texts, length=length, block=block)
     else:
         chosen = layer_profile.generated_texts(
-            engine, seed=seed, count=texts, length=length, block=block
-        )
+            engine, seed=seed, count=texts, length=length, block=block,
+            testbed=model == MODEL_DIR,
+        )  # fmt: skip
     with progress_bar(progress_console, "profiling") as on_progress:
         survey = layer_profile.survey(engine, chosen, block, on_progress)
     profiled = layer_profile.profile(engine.config.identity, survey, threshold)

@@ -27,12 +27,14 @@ from kvgraft.kernels.layout import in_window
 from kvgraft.kv.heads import HeadClass, HeadMap
 from kvgraft_lab.evaluate.tasks import Item, Shape, find_suites
 
-# suites with needles and retrieval
-SUITES = "ruler,multihop"
+# suites with needles and retrieval, for the testbed's models and for all others
+TESTBED_SUITES, SUITES = "ruler,multihop", "docs,alike"
+# texts in a sample for other models
+NUM_TEXTS = 4
 # length of the prefix as a share of a sample's tokens
 PREFIX = 0.25
 # least number of tokens of a generated sample
-SHORTEST = 384
+SHORTEST = 512
 # shift below which cached KV of a head is right behind any prefix
 ROBUST = 0.25
 # queries whose attention weights are in memory at a time
@@ -67,8 +69,13 @@ class Profile:
     kept_agreement: float
 
 
-def generated_samples(engine: Engine, *, seed: int, count: int, length: int) -> list[TextSample]:
-    """Return needle and retrieval prompts of the bundled suites, with their question at the end.
+def generated_samples(
+    engine: Engine, *, seed: int, count: int, length: int, testbed: bool = False
+) -> list[TextSample]:
+    """Return needle and retrieval prompts, with the question and the beginning of the answer.
+
+    Args:
+        testbed: True for the bundled model and its relatives, which read no English.
 
     Raises:
         ValueError: fewer than two samples, or samples that are too short.
@@ -78,7 +85,11 @@ def generated_samples(engine: Engine, *, seed: int, count: int, length: int) -> 
     if length < SHORTEST:
         raise ValueError(f"length must be at least {SHORTEST} tokens, got {length}")
 
-    suites, shape = find_suites(SUITES), Shape(int(length * (1 - PREFIX)))
+    size = int(length * (1 - PREFIX))
+    if testbed:
+        suites, shape = find_suites(TESTBED_SUITES), Shape(size)
+    else:
+        suites, shape = find_suites(SUITES, "dev"), Shape(size, NUM_TEXTS)
     per_task = -(-(count + 2) // sum(len(suite.tasks) for suite in suites))
     items = [suite.items(seed, per_task, shape) for suite in suites]
     asks = [item.phase_2[0] for item in _in_turn(items) if item.phase_2][: count + 2]
@@ -87,7 +98,7 @@ def generated_samples(engine: Engine, *, seed: int, count: int, length: int) -> 
             f"length must be greater than {length}: some texts are too short for a question"
         )
 
-    texts = [_encode(engine, "\n".join(ask.segments)) for ask in asks]
+    texts = [_encode(engine, "\n".join(ask.segments) + ask.begun) for ask in asks]
     return _pair(texts, int(length * PREFIX))
 
 

@@ -26,15 +26,19 @@ from kvgraft.methods import require_at_least
 from kvgraft.prefill.documents.reading import read_document
 from kvgraft_lab.evaluate.tasks import Shape, find_suites
 
-SUITES = "ruler,multihop,multidoc,chat"
+# for the testbed's models, and for all others
+TESTBED_SUITES, SUITES = "ruler,multihop,multidoc,chat", "docs,alike"
 # least number of middle blocks for one to stand out
 FEWEST_BLOCKS = 11
 
 
 def generated_texts(
-    engine: Engine, *, seed: int, count: int, length: int, block: int
+    engine: Engine, *, seed: int, count: int, length: int, block: int, testbed: bool = False
 ) -> dict[str, list[list[int]]]:
     """Return `count` texts of each suite, without questions.
+
+    Args:
+        testbed: True for the bundled model and its relatives, which read no English.
 
     Raises:
         ValueError: fewer than one text, or texts that are too short for blocks of this size.
@@ -42,7 +46,7 @@ def generated_texts(
     if count < 1:
         raise ValueError(f"texts must be at least 1, got {count}")
     found = {}
-    for suite in find_suites(SUITES):
+    for suite in find_suites(TESTBED_SUITES) if testbed else find_suites(SUITES, "dev"):
         asked = (item.phase_2 for item in suite.items(seed, count, Shape(length)) if item.phase_2)
         texts = ["\n".join(asks[0].segments[:-1]) for asks in islice(asked, count)]
         if not texts:
