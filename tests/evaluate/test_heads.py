@@ -115,10 +115,24 @@ def test_samples_of_models_that_read_english_end_with_a_question_and_the_beginni
     assert len({text.split("\n")[1] for text in texts}) == len(texts)
 
 
+def test_samples_of_own_texts_ask_how_they_go_on():
+    bytes_of = SimpleNamespace(encode=lambda text: list(text.encode()))
+    text = " ".join(f"Room {number} has {number * 7} chairs." for number in range(600))
+    samples = heads.own_samples(bytes_of, {"rooms": text}, seed=0, count=4, length=512)  # type: ignore[arg-type]
+    bodies = [bytes(sample.body).decode() for sample in samples]
+    continued = [body for body in bodies if "How does one of the texts go on" in body]
+    assert continued
+    for body in continued:
+        passages, _, begun = body.rpartition("\nAnswer: ")
+        assert begun in passages
+
+
 @pytest.mark.slow
 def test_a_profile_needs_text_and_sane_numbers(engine: Engine):
-    samples = heads.text_samples(engine, ["the old door closed . " * 600], count=3, length=256)
-    assert [len(sample.body) for sample in samples] == [192] * 3
+    text = " ".join(f"the door of room {number} closed ." for number in range(600))
+    samples = heads.own_samples(engine, {"doors": text}, seed=0, count=3, length=512)
+    assert len(samples) == 3
+    assert all(len(prefix) == 128 for sample in samples for prefix in sample.prefixes)
     for given, message in (
         ({"share": 0.0}, r"share must be in \(0, 1\], got 0.0"),
         ({"threshold": 1.5}, r"threshold must be in \(0, 1\], got 1.5"),
@@ -129,8 +143,8 @@ def test_a_profile_needs_text_and_sane_numbers(engine: Engine):
     ):
         with pytest.raises(ValueError, match=message):
             heads.profile(engine, samples, **{"sinks": 4, "window": 64} | given)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="at least 2 samples are needed"):
-        heads.text_samples(engine, ["too short"], count=3, length=256)
+    with pytest.raises(ValueError, match="the texts have 0 passages of 264 characters, and 4 segm"):
+        heads.own_samples(engine, {"short": "too short"}, seed=0, count=3, length=512)
     with pytest.raises(ValueError, match="length must be at least 512 tokens, got 511"):
         heads.generated_samples(engine, seed=0, count=2, length=511)
     with pytest.raises(ValueError, match="samples must be at least 2"):

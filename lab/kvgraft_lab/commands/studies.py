@@ -201,9 +201,7 @@ def profile_heads(
     length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 1024,
     text: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Read these files instead of questions about documentation (repeatable)."
-        ),
+        typer.Option(help="Ask about these files instead of documentation (repeatable)."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Also draw the heads: layers by heads, as PNG.")
@@ -226,8 +224,8 @@ def profile_heads(
     check_output(plot, "--plot")
     engine = load(model, dtype=dtype, device=device, kv_gib=0.01)
     if text:
-        texts = [path.read_text(encoding="utf-8") for path in text]
-        chosen = heads.text_samples(engine, texts, count=samples, length=length)
+        named = {str(path): path.read_text(encoding="utf-8") for path in text}
+        chosen = heads.own_samples(engine, named, seed=seed, count=samples, length=length)
     else:
         chosen = heads.generated_samples(
             engine, seed=seed, count=samples, length=length, testbed=model == MODEL_DIR

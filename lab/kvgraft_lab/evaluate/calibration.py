@@ -29,7 +29,7 @@ from kvgraft.policies.profile import (
 )
 from kvgraft_lab.evaluate.conditions import WITH, check_condition
 from kvgraft_lab.evaluate.decoding import speedups
-from kvgraft_lab.evaluate.heads import measure, text_samples
+from kvgraft_lab.evaluate.heads import measure, own_samples
 from kvgraft_lab.evaluate.hosts import Match, NativeHost
 from kvgraft_lab.evaluate.runner import EvalRow, EvalSettings, run
 from kvgraft_lab.evaluate.scoring import ORDER_NOISE
@@ -243,7 +243,7 @@ def calibrate(
         edited=tuple(edited),
         flow=choose_flow(flows, noise),
         flows=flows,
-        far_mass=_far_mass(engine, list(settings.texts.values())),
+        far_mass=_far_mass(engine, settings),
     )
 
 
@@ -466,10 +466,12 @@ def _interval(estimate: Estimate) -> Interval:
     return value, low, high
 
 
-def _far_mass(engine: Engine, texts: Sequence[str]) -> tuple[tuple[float, ...], ...]:
+def _far_mass(engine: Engine, settings: CalibrationSettings) -> tuple[tuple[float, ...], ...]:
     """Return the attention outside sinks and window, [L][Hkv]; empty if the texts are too short."""
     try:
-        samples = text_samples(engine, texts, count=SAMPLES, length=SAMPLE_TOKENS)
+        samples = own_samples(
+            engine, settings.texts, seed=settings.seed, count=SAMPLES, length=SAMPLE_TOKENS
+        )
     except ValueError:
         return ()
     found = np.mean(

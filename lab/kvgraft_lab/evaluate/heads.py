@@ -6,7 +6,7 @@ is wrong behind another prefix. Attention does not always show which heads matte
 alternative criterion measures the effect: how the output changes if one head sees only a window.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
 from typing import Literal, get_args
@@ -25,7 +25,8 @@ from kvgraft.engine.engine import Engine
 from kvgraft.guard.distances import kl_divergence
 from kvgraft.kernels.layout import in_window
 from kvgraft.kv.heads import HeadClass, HeadMap
-from kvgraft_lab.evaluate.tasks import Item, Shape, find_suites
+from kvgraft_lab.evaluate.tasks import Item, Shape, TaskSuite, find_suites
+from kvgraft_lab.evaluate.tasks.own import make_own
 
 # suites with needles and retrieval, for the testbed's models and for all others
 TESTBED_SUITES, SUITES = "ruler,multihop", "docs,alike"
@@ -80,16 +81,36 @@ def generated_samples(
     Raises:
         ValueError: fewer than two samples, or samples that are too short.
     """
+    if testbed:
+        return _samples(engine, find_suites(TESTBED_SUITES), 8, seed, count, length)
+    return _samples(engine, find_suites(SUITES, "dev"), NUM_TEXTS, seed, count, length)
+
+
+def own_samples(
+    engine: Engine, texts: Mapping[str, str], *, seed: int, count: int, length: int
+) -> list[TextSample]:
+    """Return questions about passages of the user's own texts, with the beginning of the answer.
+
+    Raises:
+        ValueError: fewer than two samples, or texts or samples that are too short.
+    """
+    return _samples(engine, [make_own(texts)], NUM_TEXTS, seed, count, length)
+
+
+def _samples(
+    engine: Engine,
+    suites: Sequence[TaskSuite],
+    num_texts: int,
+    seed: int,
+    count: int,
+    length: int,
+) -> list[TextSample]:
     if count < 2:
         raise ValueError(f"samples must be at least 2, for two halves, got {count}")
     if length < SHORTEST:
         raise ValueError(f"length must be at least {SHORTEST} tokens, got {length}")
 
-    size = int(length * (1 - PREFIX))
-    if testbed:
-        suites, shape = find_suites(TESTBED_SUITES), Shape(size)
-    else:
-        suites, shape = find_suites(SUITES, "dev"), Shape(size, NUM_TEXTS)
+    shape = Shape(int(length * (1 - PREFIX)), num_texts)
     per_task = -(-(count + 2) // sum(len(suite.tasks) for suite in suites))
     items = [suite.items(seed, per_task, shape) for suite in suites]
     asks = [item.phase_2[0] for item in _in_turn(items) if item.phase_2][: count + 2]
@@ -100,28 +121,6 @@ def generated_samples(
 
     texts = [_encode(engine, "\n".join(ask.segments) + ask.begun) for ask in asks]
     return _pair(texts, int(length * PREFIX))
-
-
-def text_samples(
-    engine: Engine, texts: Sequence[str], *, count: int, length: int
-) -> list[TextSample]:
-    """Return samples from the user's own texts.
-
-    Raises:
-        ValueError: the texts are too short.
-    """
-    tokens = [token for text in texts for token in _encode(engine, text)]
-    size = int(length * (1 - PREFIX))
-    stretches = [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)][
-        : count + 2
-    ]
-    if count < 2 or len(stretches) < 4:
-        raise ValueError(
-            f"{len(tokens)} tokens of text for {count} samples of {length} tokens: at least 2 "
-            "samples are needed, and "
-            "text for two more"
-        )
-    return _pair(stretches, int(length * PREFIX))
 
 
 def profile(
