@@ -1,6 +1,9 @@
 import json
+import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +55,7 @@ def test_classes_follow_from_far_mass_then_from_shift():
 
 @pytest.mark.slow
 def test_effect_is_that_of_a_map_with_one_local_head(engine: Engine):
-    [sample, _] = heads.generated_samples(engine, seed=3, count=2, length=512, testbed=True)
+    [sample, _] = heads.testbed_samples(engine, seed=3, count=2, length=512)
     effect = heads.measure_effect(engine.decoder, sample, sinks=4, window=32)
     assert effect.shape == (8, 4)
     prompts = [[*prefix, *sample.body] for prefix in sample.prefixes]
@@ -80,7 +83,7 @@ def test_effect_is_that_of_a_map_with_one_local_head(engine: Engine):
 def test_the_heads_that_a_model_by_head_needs_are_among_those_it_was_trained_to_need():
     host = Engine(redknot.MODEL_DIR, dtype="float32", kv_gib=0.01)
     made = HeadMap.load(redknot.MODEL_DIR / "heads.json")
-    samples = heads.generated_samples(host, seed=0, count=6, length=512, testbed=True)
+    samples = heads.testbed_samples(host, seed=0, count=6, length=512)
     found = heads.profile(
         host, samples, sinks=made.sinks, window=made.window, threshold=0.1
     ).head_map
@@ -97,7 +100,7 @@ def engine() -> Engine:
 
 def test_maps_of_disjoint_prompts_agree(engine: Engine):
     """The bundled model: the first layer looks around, all others look far."""
-    samples = heads.generated_samples(engine, seed=0, count=8, length=512, testbed=True)
+    samples = heads.testbed_samples(engine, seed=0, count=8, length=512)
     assert len(samples) == 8
     found = heads.profile(engine, samples, sinks=4, window=64, threshold=0.5, by="far-mass")
     assert found.agreement >= 0.75
@@ -106,25 +109,67 @@ def test_maps_of_disjoint_prompts_agree(engine: Engine):
     assert L not in {name for layer in found.head_map.classes[1:] for name in layer}
 
 
-def test_samples_of_models_that_read_english_end_with_a_question_and_the_beginning_of_its_answer():
-    bytes_of = SimpleNamespace(encode=lambda text: list(text.encode()))
-    samples = heads.generated_samples(bytes_of, seed=0, count=4, length=512)  # type: ignore[arg-type]
-    texts = [bytes(sample.body).decode() for sample in samples]
+BYTES: Any = SimpleNamespace(encode=lambda text: list(text.encode()))
+
+
+def text_of(tokens: list[int]) -> str:
+    return bytes(tokens).decode()
+
+
+def test_samples_of_models_that_read_english_hold_both_suites_in_both_halves():
+    samples = heads.english_samples(BYTES, seed=0, count=12, length=512)
+    texts = [text_of(sample.body) for sample in samples]
+    assert len(texts) == 12
     assert all(text.startswith("Answer the question from the following text.") for text in texts)
-    assert all("\nQuestion: " in text and "\nAnswer: " in text for text in texts)
-    assert len({text.split("\n")[1] for text in texts}) == len(texts)
+    documented = ["Question: What does the text say about " in text for text in texts]
+    for half in (documented[::2], documented[1::2]):
+        assert set(half) == {True, False}
+    begun = [text.rpartition("\nAnswer: ")[2] for text in texts]
+    assert all(begun)
+    assert len(set(begun)) > 6
 
 
-def test_samples_of_own_texts_ask_how_they_go_on():
-    bytes_of = SimpleNamespace(encode=lambda text: list(text.encode()))
+def test_samples_of_own_texts_end_with_words_of_passages_that_no_other_sample_has():
     text = " ".join(f"Room {number} has {number * 7} chairs." for number in range(600))
-    samples = heads.own_samples(bytes_of, {"rooms": text}, seed=0, count=4, length=512)  # type: ignore[arg-type]
-    bodies = [bytes(sample.body).decode() for sample in samples]
-    continued = [body for body in bodies if "How does one of the texts go on" in body]
-    assert continued
-    for body in continued:
-        passages, _, begun = body.rpartition("\nAnswer: ")
+    samples = heads.own_samples(BYTES, {"rooms": text}, seed=0, count=4, length=1024)
+    assert len(samples) == 4
+    rooms = []
+    for sample in samples:
+        passages, _, begun = text_of(sample.body).rpartition("\nAnswer: ")
         assert begun in passages
+        assert 600 < len(sample.body) < 900
+        rooms.append(set(re.findall(r"Room (\d+) has", passages)))
+        for prefix in sample.prefixes:
+            assert len(prefix) == 256
+            assert not rooms[-1] & set(re.findall(r"Room (\d+) has", text_of(prefix)))
+    assert not set.intersection(*rooms)
+
+
+@pytest.mark.parametrize(
+    ("model", "draws"),
+    [
+        (MODEL_DIR, "testbed_samples"),
+        (Path(os.path.relpath(MODEL_DIR)), "testbed_samples"),
+        (redknot.MODEL_DIR, "testbed_samples"),
+        (Path("llama"), "english_samples"),
+    ],
+    ids=["bundled", "bundled, relative", "trained from it", "another"],
+)
+def test_the_command_asks_each_model_in_its_language(
+    model: Path,
+    draws: str,
+    model_dirs: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+):
+    def draw(*_: object, **__: object) -> None:
+        raise ValueError(f"asked by {draws}")
+
+    monkeypatch.setattr(heads, draws, draw)
+    model = model_dirs.get(str(model), model)
+    assert run(app, ["profile-heads", str(model), "--out", str(tmp_path / "heads.json")]) == 2
+    assert f"asked by {draws}" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -143,12 +188,14 @@ def test_a_profile_needs_text_and_sane_numbers(engine: Engine):
     ):
         with pytest.raises(ValueError, match=message):
             heads.profile(engine, samples, **{"sinks": 4, "window": 64} | given)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the texts have 0 passages of 264 characters, and 4 segm"):
+    with pytest.raises(ValueError, match="sinks and window see all of a sample of "):
+        heads.profile(engine, samples, sinks=4, window=4096, share=0.5)
+    with pytest.raises(ValueError, match=r"the texts have 9 characters, and .* give more text"):
         heads.own_samples(engine, {"short": "too short"}, seed=0, count=3, length=512)
     with pytest.raises(ValueError, match="length must be at least 512 tokens, got 511"):
-        heads.generated_samples(engine, seed=0, count=2, length=511)
+        heads.english_samples(engine, seed=0, count=2, length=511)
     with pytest.raises(ValueError, match="samples must be at least 2"):
-        heads.generated_samples(engine, seed=0, count=1, length=512, testbed=True)
+        heads.testbed_samples(engine, seed=0, count=1, length=512)
 
 
 @pytest.mark.soak

@@ -3,6 +3,8 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,6 +54,16 @@ def test_stable_layers_are_those_of_the_upper_half_with_most_agreement(
 
 def test_the_last_layers_stand_in_for_a_profile():
     assert (last_layers(36), last_layers(8), last_layers(3)) == ((32, 33, 34, 35), (7,), (2,))
+
+
+@pytest.mark.parametrize("length", [256, 1024])
+def test_models_that_read_english_read_both_suites(length: int):
+    by_bytes: Any = SimpleNamespace(encode=lambda text: list(text.encode()))
+    found = layer_profile.generated_texts(by_bytes, seed=0, count=2, length=length, block=16)
+    assert list(found) == ["docs", "alike"]
+    texts = [bytes(tokens).decode() for suite in found.values() for tokens in suite]
+    assert len(texts) == 4
+    assert all(text.startswith("Answer the question from the following text.") for text in texts)
 
 
 def test_texts_must_be_long_enough(engine: Engine):

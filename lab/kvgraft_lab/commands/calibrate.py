@@ -24,7 +24,7 @@ from kvgraft.cli.options import (
 )
 from kvgraft.cli.progress import progress_bar
 from kvgraft_lab.commands.names import split_names
-from kvgraft_lab.testbed import MODEL_DIR
+from kvgraft_lab.testbed import MODEL_DIR, is_testbed
 
 # bundled texts of each task
 BUNDLED_TEXTS = 16
@@ -85,7 +85,7 @@ def calibrate(
 
     out = model / POLICY_FILE if out is None else out
     check_output(out)
-    found, described = _texts(texts or [], trace or [], bundled=model == MODEL_DIR)
+    found, described = _texts(texts or [], trace or [], bundled=is_testbed(model))
     named, tried = split_names(policies or "", ";"), list(calibration.FLOWS)
     if flows is not None:
         tried = [flow for flow in split_names(flows, ";") if flow != DENSE]
@@ -106,7 +106,7 @@ def calibrate(
         settings = replace(settings, policies=calibration.candidates(engine))
     with progress_bar(progress_console, "calibrating") as on_progress:
         profile = calibration.calibrate(
-            engine, settings, results, on_progress, testbed=model == MODEL_DIR
+            engine, settings, results, on_progress, testbed=is_testbed(model)
         )
     show(profile, calibration.render(profile), as_json=as_json)
     profile.save(out)

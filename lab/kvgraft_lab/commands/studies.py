@@ -33,7 +33,7 @@ from kvgraft.kv.profiles import LAYERS_FILE
 from kvgraft.methods import require_share
 from kvgraft_lab.commands.names import split_names
 from kvgraft_lab.evaluate.tasks import PATTERNS, SPLITS, find_suites
-from kvgraft_lab.testbed import MODEL_DIR
+from kvgraft_lab.testbed import MODEL_DIR, is_testbed
 
 # the engine's default
 BLOCK_SIZE = 16
@@ -158,7 +158,10 @@ def layers(
 
     if texts < 1:
         raise ValueError(f"texts must be at least 1, got {texts}")
-    make = english_needle if english or (english is None and model != MODEL_DIR) else fact_needle
+    model = find(model)
+    if english is None:
+        english = not is_testbed(model)
+    make = english_needle if english else fact_needle
     engine = load(model, dtype=dtype, device=device, kv_gib=kv_gib)
     with progress_bar(progress_console, "reading") as on_progress:
         survey = finding.survey(engine, make, range(seed, seed + texts), on_progress)
@@ -201,7 +204,7 @@ def profile_heads(
     length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 1024,
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Ask about these files instead of documentation (repeatable)."),
+        typer.Option(help="Ask how these files go on, instead of the questions (repeatable)."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Also draw the heads: layers by heads, as PNG.")
@@ -227,9 +230,8 @@ def profile_heads(
         named = {str(path): path.read_text(encoding="utf-8") for path in text}
         chosen = heads.own_samples(engine, named, seed=seed, count=samples, length=length)
     else:
-        chosen = heads.generated_samples(
-            engine, seed=seed, count=samples, length=length, testbed=model == MODEL_DIR
-        )
+        draw = heads.testbed_samples if is_testbed(model) else heads.english_samples
+        chosen = draw(engine, seed=seed, count=samples, length=length)
     with progress_bar(progress_console, "profiling") as on_progress:
         measure: Any = by
         profile = heads.profile(
@@ -266,7 +268,7 @@ def profile_layers(
     ] = 16,
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Read these files instead of documentation (repeatable)."),
+        typer.Option(help="Read these files instead of generated texts (repeatable)."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Also draw the scores of all layers, as PNG.")
@@ -290,7 +292,7 @@ def profile_layers(
     else:
         chosen = layer_profile.generated_texts(
             engine, seed=seed, count=texts, length=length, block=block,
-            testbed=model == MODEL_DIR,
+            testbed=is_testbed(model),
         )  # fmt: skip
     with progress_bar(progress_console, "profiling") as on_progress:
         survey = layer_profile.survey(engine, chosen, block, on_progress)

@@ -7,8 +7,9 @@ alternative criterion measures the effect: how the output changes if one head se
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice, pairwise
+from random import Random
 from typing import Literal, get_args
 
 import numpy as np
@@ -25,8 +26,9 @@ from kvgraft.engine.engine import Engine
 from kvgraft.guard.distances import kl_divergence
 from kvgraft.kernels.layout import in_window
 from kvgraft.kv.heads import HeadClass, HeadMap
-from kvgraft_lab.evaluate.tasks import Item, Shape, TaskSuite, find_suites
+from kvgraft_lab.evaluate.tasks import Ask, Item, Shape, find_suites
 from kvgraft_lab.evaluate.tasks.own import make_own
+from kvgraft_lab.evaluate.tasks.texts import CHARACTERS, ROOM
 
 # suites with needles and retrieval, for the testbed's models and for all others
 TESTBED_SUITES, SUITES = "ruler,multihop", "docs,alike"
@@ -34,7 +36,9 @@ TESTBED_SUITES, SUITES = "ruler,multihop", "docs,alike"
 NUM_TEXTS = 4
 # length of the prefix as a share of a sample's tokens
 PREFIX = 0.25
-# least number of tokens of a generated sample
+# stretches of own text: two samples, and text for the prefixes of the last ones
+LEAST_STRETCHES = 4
+# least number of tokens of a sample
 SHORTEST = 512
 # shift below which cached KV of a head is right behind any prefix
 ROBUST = 0.25
@@ -70,47 +74,13 @@ class Profile:
     kept_agreement: float
 
 
-def generated_samples(
-    engine: Engine, *, seed: int, count: int, length: int, testbed: bool = False
-) -> list[TextSample]:
-    """Return needle and retrieval prompts, with the question and the beginning of the answer.
-
-    Args:
-        testbed: True for the bundled model and its relatives, which read no English.
+def testbed_samples(engine: Engine, *, seed: int, count: int, length: int) -> list[TextSample]:
+    """Return needle and retrieval prompts in the testbed's language, with their questions.
 
     Raises:
         ValueError: fewer than two samples, or samples that are too short.
     """
-    if testbed:
-        return _samples(engine, find_suites(TESTBED_SUITES), 8, seed, count, length)
-    return _samples(engine, find_suites(SUITES, "dev"), NUM_TEXTS, seed, count, length)
-
-
-def own_samples(
-    engine: Engine, texts: Mapping[str, str], *, seed: int, count: int, length: int
-) -> list[TextSample]:
-    """Return questions about passages of the user's own texts, with the beginning of the answer.
-
-    Raises:
-        ValueError: fewer than two samples, or texts or samples that are too short.
-    """
-    return _samples(engine, [make_own(texts)], NUM_TEXTS, seed, count, length)
-
-
-def _samples(
-    engine: Engine,
-    suites: Sequence[TaskSuite],
-    num_texts: int,
-    seed: int,
-    count: int,
-    length: int,
-) -> list[TextSample]:
-    if count < 2:
-        raise ValueError(f"samples must be at least 2, for two halves, got {count}")
-    if length < SHORTEST:
-        raise ValueError(f"length must be at least {SHORTEST} tokens, got {length}")
-
-    shape = Shape(int(length * (1 - PREFIX)), num_texts)
+    suites, shape = find_suites(TESTBED_SUITES), Shape(_body_size(count, length))
     per_task = -(-(count + 2) // sum(len(suite.tasks) for suite in suites))
     items = [suite.items(seed, per_task, shape) for suite in suites]
     asks = [item.phase_2[0] for item in _in_turn(items) if item.phase_2][: count + 2]
@@ -118,9 +88,59 @@ def _samples(
         raise ValueError(
             f"length must be greater than {length}: some texts are too short for a question"
         )
+    return _pair(engine, asks, length)
 
-    texts = [_encode(engine, "\n".join(ask.segments) + ask.begun) for ask in asks]
-    return _pair(texts, int(length * PREFIX))
+
+def english_samples(engine: Engine, *, seed: int, count: int, length: int) -> list[TextSample]:
+    """Return questions about documentation, and about documents that look alike, each with the
+    beginning of its answer.
+
+    Raises:
+        ValueError: fewer than two samples, or samples that are too short.
+    """
+    rng, shape = Random(seed), Shape(_body_size(count, length), NUM_TEXTS)  # noqa: S311
+    suites, asks = find_suites(SUITES, "dev"), list[Ask]()
+    for suite in suites:
+        share = -(-(count + 2) // len(suites))
+        items = suite.items(seed, -(-share // len(suite.tasks)), shape)
+        asks += [rng.choice(item.phase_2) for item in rng.sample(items, share)]
+    rng.shuffle(asks)  # so that the two halves of a profile hold both suites
+    return _pair(engine, asks[: count + 2], length)
+
+
+def own_samples(
+    engine: Engine, texts: Mapping[str, str], *, seed: int, count: int, length: int
+) -> list[TextSample]:
+    """Return questions how passages of the user's own texts go on, each about other passages.
+
+    They are fewer than `count` if the texts have no more.
+
+    Raises:
+        ValueError: fewer than two samples, or texts or samples that are too short.
+    """
+    size, whole = _body_size(count, length), "\n\n".join(texts.values())
+    characters = len(whole) / max(1, len(engine.encode(whole)))  # of a token
+    shape = Shape(max(256, round((size - ROOM) * characters / CHARACTERS) + ROOM), NUM_TEXTS)
+    # passages end at white space, so a few more characters make as many of them
+    stretch = round((shape.length - ROOM) * CHARACTERS * (1 + 0.5 / NUM_TEXTS))
+    starts = range(0, len(whole) - stretch + 1, stretch)[: count + 2]
+    if len(starts) < LEAST_STRETCHES:
+        raise ValueError(
+            f"the texts have {len(whole)} characters, and {LEAST_STRETCHES * stretch} are needed "
+            f"for 2 samples of {length} tokens: give more text, or choose a smaller length"
+        )
+    suites = [make_own({"text": whole[start : start + stretch]}) for start in starts]
+    items = [replace(one, tasks=("continuation",)).items(seed, 1, shape) for one in suites]
+    return _pair(engine, [item.phase_2[0] for [item] in items], length)
+
+
+def _body_size(count: int, length: int) -> int:
+    """Return the tokens of a sample behind its prefix."""
+    if count < 2:
+        raise ValueError(f"samples must be at least 2, for two halves, got {count}")
+    if length < SHORTEST:
+        raise ValueError(f"length must be at least {SHORTEST} tokens, got {length}")
+    return int(length * (1 - PREFIX))
 
 
 def profile(
@@ -157,6 +177,12 @@ def profile(
     if sinks < 0 or window < 1:
         raise ValueError(
             f"sinks must be at least 0 and window at least 1, got {sinks} and {window}"
+        )
+
+    shortest = min(len(prefix) + len(one.body) for one in samples for prefix in one.prefixes)
+    if shortest <= sinks + window:
+        raise ValueError(
+            f"sinks and window see all of a sample of {shortest} tokens: choose a greater length"
         )
 
     measured = []
@@ -346,16 +372,14 @@ def render(found: Profile) -> RenderableType:
     )
 
 
-def _encode(engine: Engine, text: str) -> list[int]:
-    return tokenise(text, engine.encode).token_ids.tolist()
-
-
-def _pair(texts: list[list[int]], prefix: int) -> list[TextSample]:
-    """Return each text behind the beginnings of the two texts after it."""
-    around = [*texts, *texts[:2]]
-    samples = []
-    for number, body in enumerate(texts[:-2]):
-        one, other = (list(islice(cycle(around[number + step]), prefix)) for step in (1, 2))
+def _pair(engine: Engine, asks: Sequence[Ask], length: int) -> list[TextSample]:
+    """Return each prompt, with the beginning of its answer, behind the beginnings of the two
+    prompts after it."""
+    prompts = ["\n".join(ask.segments) + ask.begun for ask in asks]
+    texts = [tokenise(prompt, engine.encode).token_ids.tolist() for prompt in prompts]
+    prefix, samples = int(length * PREFIX), []
+    for body, *others in zip(texts, texts[1:], texts[2:], strict=False):
+        one, other = (list(islice(cycle(text), prefix)) for text in others)
         samples.append(TextSample((one, other), body))
     return samples
 

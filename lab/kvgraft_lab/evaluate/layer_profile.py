@@ -46,8 +46,10 @@ def generated_texts(
     if count < 1:
         raise ValueError(f"texts must be at least 1, got {count}")
     found = {}
-    for suite in find_suites(TESTBED_SUITES) if testbed else find_suites(SUITES, "dev"):
-        asked = (item.phase_2 for item in suite.items(seed, count, Shape(length)) if item.phase_2)
+    suites = find_suites(TESTBED_SUITES) if testbed else find_suites(SUITES, "dev")
+    shape = Shape(length) if testbed else Shape(length, 2)
+    for suite in suites:
+        asked = (item.phase_2 for item in suite.items(seed, count, shape) if item.phase_2)
         texts = ["\n".join(asks[0].segments[:-1]) for asks in islice(asked, count)]
         if not texts:
             raise ValueError(f"{suite.name} has no text of {length} tokens: choose more")
