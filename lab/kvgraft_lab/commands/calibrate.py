@@ -85,7 +85,8 @@ def calibrate(
 
     out = model / POLICY_FILE if out is None else out
     check_output(out)
-    found, described = _texts(texts or [], trace or [], bundled=is_testbed(model))
+    testbed = is_testbed(model)
+    found, described = _texts(texts or [], trace or [], bundled=testbed)
     named, tried = split_names(policies or "", ";"), list(calibration.FLOWS)
     if flows is not None:
         tried = [flow for flow in split_names(flows, ";") if flow != DENSE]
@@ -105,9 +106,7 @@ def calibrate(
     if not named:
         settings = replace(settings, policies=calibration.candidates(engine))
     with progress_bar(progress_console, "calibrating") as on_progress:
-        profile = calibration.calibrate(
-            engine, settings, results, on_progress, testbed=is_testbed(model)
-        )
+        profile = calibration.calibrate(engine, settings, results, on_progress, testbed=testbed)
     show(profile, calibration.render(profile), as_json=as_json)
     profile.save(out)
     from kvgraft_lab.evaluate.plots import write_calibration  # matplotlib takes a second to load

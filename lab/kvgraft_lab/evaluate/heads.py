@@ -26,12 +26,12 @@ from kvgraft.engine.engine import Engine
 from kvgraft.guard.distances import kl_divergence
 from kvgraft.kernels.layout import in_window
 from kvgraft.kv.heads import HeadClass, HeadMap
-from kvgraft_lab.evaluate.tasks import Ask, Item, Shape, find_suites
+from kvgraft_lab.evaluate.tasks import ENGLISH, Ask, Item, Shape, find_suites
 from kvgraft_lab.evaluate.tasks.own import make_own
 from kvgraft_lab.evaluate.tasks.texts import CHARACTERS, ROOM
 
-# suites with needles and retrieval, for the testbed's models and for all others
-TESTBED_SUITES, SUITES = "ruler,multihop", "docs,alike"
+# suites with needles and retrieval, for the testbed's models
+TESTBED_SUITES = "ruler,multihop"
 # texts in a sample for other models
 NUM_TEXTS = 4
 # length of the prefix as a share of a sample's tokens
@@ -92,14 +92,14 @@ def testbed_samples(engine: Engine, *, seed: int, count: int, length: int) -> li
 
 
 def english_samples(engine: Engine, *, seed: int, count: int, length: int) -> list[TextSample]:
-    """Return questions about documentation, and about documents that look alike, each with the
-    beginning of its answer.
+    """Return questions about documentation and about similar documents, each with the beginning of
+    its answer.
 
     Raises:
         ValueError: fewer than two samples, or samples that are too short.
     """
     rng, shape = Random(seed), Shape(_body_size(count, length), NUM_TEXTS)  # noqa: S311
-    suites, asks = find_suites(SUITES, "dev"), list[Ask]()
+    suites, asks = find_suites(ENGLISH, "dev"), list[Ask]()
     for suite in suites:
         share = -(-(count + 2) // len(suites))
         items = suite.items(seed, -(-share // len(suite.tasks)), shape)

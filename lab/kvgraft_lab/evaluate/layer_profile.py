@@ -24,10 +24,10 @@ from kvgraft.kv.importance import exceptionally_small, ranks
 from kvgraft.kv.profiles import LayerProfile, last_layers
 from kvgraft.methods import require_at_least
 from kvgraft.prefill.documents.reading import read_document
-from kvgraft_lab.evaluate.tasks import Shape, find_suites
+from kvgraft_lab.evaluate.tasks import ENGLISH, Shape, find_suites
 
-# for the testbed's models, and for all others
-TESTBED_SUITES, SUITES = "ruler,multihop,multidoc,chat", "docs,alike"
+# for the testbed's models
+TESTBED_SUITES = "ruler,multihop,multidoc,chat"
 # least number of middle blocks for one to stand out
 FEWEST_BLOCKS = 11
 
@@ -46,7 +46,7 @@ def generated_texts(
     if count < 1:
         raise ValueError(f"texts must be at least 1, got {count}")
     found = {}
-    suites = find_suites(TESTBED_SUITES) if testbed else find_suites(SUITES, "dev")
+    suites = find_suites(TESTBED_SUITES) if testbed else find_suites(ENGLISH, "dev")
     shape = Shape(length) if testbed else Shape(length, 2)
     for suite in suites:
         asked = (item.phase_2 for item in suite.items(seed, count, shape) if item.phase_2)

@@ -38,6 +38,8 @@ def _make_docs(split: str) -> Suite:
     return make_docs(split)
 
 
+# suites of real text that any model which reads English can be asked
+ENGLISH = "docs,alike"
 # suites of real text by name
 REAL: Mapping[str, Callable[[str], Suite]] = {
     "docs": _make_docs,
@@ -86,6 +88,7 @@ def _choices() -> str:
 
 
 __all__ = [
+    "ENGLISH",
     "GENERATED",
     "PATTERNS",
     "SPLITS",

@@ -4,9 +4,8 @@ line       the next line of a function
 call       a line that calls a function or class of another file, up to the call; its arguments
 
 The line uses a definition of another file of the same package. That definition is one of the reused
-segments, in random order among other definitions of the package (as in RepoBench, Liu et al. 2024;
-CrossCodeEval, Ding et al. 2023). The suite `retrieval` orders them by a retriever's score, as these
-do.
+segments, in random order among other definitions of the package. RepoBench (Liu et al. 2024) and
+CrossCodeEval (Ding et al. 2023) order them by a retriever's score, as the suite `retrieval` does.
 """
 
 import ast
