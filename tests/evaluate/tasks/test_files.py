@@ -92,7 +92,7 @@ BFCL = {
         },
         {
             "name": "lamp.dim",
-            "description": "Dim.",
+            "description": "Atténuer.",
             "parameters": {"type": "dict", "properties": {}, "required": []},
         },
     ],
@@ -195,6 +195,7 @@ def test_bfcl(tmp_path: Path):
         "lamp.light",
         "lamp.dim",
     ]
+    assert "Atténuer." in suite.records[0].segments[1]
     [ask] = suite.items(0, 1, Shape(patterns=("instruction",)))[0].phase_2
     assert ask.segments[0].startswith("These are functions that you can call.")
     assert ask.segments[-1] == "Request: Be brief.\nLight the lamp.\nCalls:"

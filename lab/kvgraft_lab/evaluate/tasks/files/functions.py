@@ -20,7 +20,7 @@ def bfcl(record: Mapping[str, Any], stem: str) -> FileRecord:
     [messages] = record["question"]
     request = "\n".join(message["content"] for message in messages)
     answers = tuple(json.dumps(call) for call in record["ground_truth"])
-    segments = tuple(json.dumps(function) for function in record["function"])
+    segments = tuple(json.dumps(function, ensure_ascii=False) for function in record["function"])
     return FileRecord(
         segments, ((f"Request: {request}\nCalls:", answers),), "calls", stem, CALL, 128
     )
