@@ -7,6 +7,8 @@ from zipfile import ZipFile
 import pytest
 
 from kvgraft.cli import run
+from kvgraft.models import find_model
+from kvgraft.models.known import OF_CHECKOUT
 from research import models
 from research.models import PartedModel, app, join
 
@@ -47,3 +49,12 @@ def test_an_unknown_model_is_refused_before_any_download(
     assert run(app, ["qwen05", "qwen70"]) == 2
     assert "unknown model 'qwen70': choose from qwen05, qwen15" in capsys.readouterr().err
     assert parts == []
+
+
+@pytest.mark.parametrize("name", OF_CHECKOUT)
+def test_a_model_that_is_not_here_names_the_command_that_fetches_it(
+    name: str, cache: Path
+):
+    with pytest.raises(FileNotFoundError, match=f"`python -m research.models {name}`"):
+        find_model(name, fetch=True)
+    assert name in models.MODELS

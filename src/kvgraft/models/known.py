@@ -44,3 +44,14 @@ KNOWN = {
         ),
     )
 }
+
+# Further models of the project's measurements.
+OF_CHECKOUT = ("qwen05", "qwen15")
+
+
+def check_elsewhere(name: str) -> None:
+    """Raise FileNotFoundError with the command that fetches a model of the measurements."""
+    if name in OF_CHECKOUT:
+        raise FileNotFoundError(
+            f"{name} is not here yet: `python -m research.models {name}` in a checkout of KVGraft"
+        )
