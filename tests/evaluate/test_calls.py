@@ -20,6 +20,12 @@ ORDER = json.dumps(
         ("[f.g(a=[1, 2]), h()]\nThat is all.", [("f.g", {"a": [1, 2]}), ("h", {})]),
         ('```json\n{"name": "f", "arguments": {"a": true}}\n```', [("f", {"a": True})]),
         ('<tool_call>[{"name": "f", "arguments": {}}]</tool_call>', [("f", {})]),
+        (
+            '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n<tool_call>\n'
+            '{"name": "g", "arguments": {"a": 1}}\n</tool_call>',
+            [("f", {}), ("g", {"a": 1})],
+        ),
+        ('{"name": "f", "arguments": {}} and more', []),
         ("f(a=name, b=-1)", [("f", {"a": "name", "b": -1})]),
         ("f(1)", []),
         ("I cannot call that.", []),

@@ -32,7 +32,7 @@ def find_calls(answer: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the calls of an answer, or of its first line; empty if there are none.
 
     They are in Python, `f(a=1)` or a list of calls, or in JSON, `{"name": "f", "arguments": {"a":
-    1}}` or a list of these.
+    1}}`, several of these, or a list of them.
     """
     text = _AROUND.sub("", answer).strip()
     for read in (_from_json, _from_python):
@@ -52,9 +52,11 @@ def find_calls(answer: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _from_json(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    value = json.loads(text)
-    for call in value if isinstance(value, list) else [value]:
-        yield call["name"], dict(call["arguments"])
+    while text:
+        value, end = json.JSONDecoder().raw_decode(text)
+        for call in value if isinstance(value, list) else [value]:
+            yield call["name"], dict(call["arguments"])
+        text = text[end:].lstrip()
 
 
 def _from_python(text: str) -> Iterator[tuple[str, dict[str, Any]]]:

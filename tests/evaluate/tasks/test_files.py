@@ -191,17 +191,17 @@ def test_bfcl(tmp_path: Path):
         )
     suite = load_suite(tmp_path / "BFCL_v4_multiple.json")
     assert len(suite.records) == 2
-    assert [json.loads(segment)["name"] for segment in suite.records[0].segments] == [
-        "lamp.light",
-        "lamp.dim",
-    ]
+    defined = [json.loads(segment)["function"] for segment in suite.records[0].segments]
+    assert defined == BFCL["function"]
     assert "Atténuer." in suite.records[0].segments[1]
     [ask] = suite.items(0, 1, Shape(patterns=("instruction",)))[0].phase_2
-    assert ask.segments[0].startswith("These are functions that you can call.")
-    assert ask.segments[-1] == "Request: Be brief.\nLight the lamp.\nCalls:"
-    assert [
-        SCORES[ask.metric](answer, ask.answers) for answer in ("[lamp.light()]", "[lamp.dim()]")
-    ] == [1.0, 0.0]
+    assert ask.segments[0].startswith("You answer requests by calling functions.")
+    assert ask.segments[-1].endswith("</tool_call>\n\nBe brief.\nLight the lamp.")
+    answers = (
+        '<tool_call>\n{"name": "lamp.light", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "lamp.dim", "arguments": {}}\n</tool_call>',
+    )
+    assert [SCORES[ask.metric](answer, ask.answers) for answer in answers] == [1.0, 0.0]
 
 
 def test_bfcl_needs_its_answers(tmp_path: Path):

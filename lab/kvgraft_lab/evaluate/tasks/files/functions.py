@@ -7,11 +7,17 @@ from typing import Any
 
 from kvgraft_lab.evaluate.tasks.files.records import FileRecord
 
-CALL = (
-    "These are functions that you can call. Answer the request with the calls that it takes and "
-    "nothing else, as "
-    "[name(argument=value, ...), ...]."
+INSTRUCTION = (
+    "You answer requests by calling functions. The functions that you may call are given as JSON, "
+    "one a line."
 )
+# the form that several models, such as Qwen's and Hermes', are trained to write
+FORM = (
+    "Write each call between <tool_call> and </tool_call>, as a JSON object with the name of the "
+    'function and its arguments:\n<tool_call>\n{"name": <function-name>, "arguments": '
+    "<args-json-object>}\n</tool_call>"
+)
+MAX_TOKENS = 256
 ANSWERS = "possible_answer"
 
 
@@ -20,10 +26,12 @@ def bfcl(record: Mapping[str, Any], stem: str) -> FileRecord:
     [messages] = record["question"]
     request = "\n".join(message["content"] for message in messages)
     answers = tuple(json.dumps(call) for call in record["ground_truth"])
-    segments = tuple(json.dumps(function, ensure_ascii=False) for function in record["function"])
-    return FileRecord(
-        segments, ((f"Request: {request}\nCalls:", answers),), "calls", stem, CALL, 128
+    segments = tuple(
+        json.dumps({"type": "function", "function": function}, ensure_ascii=False)
+        for function in record["function"]
     )
+    asked = f"{FORM}\n\n{request}"
+    return FileRecord(segments, ((asked, answers),), "calls", stem, INSTRUCTION, MAX_TOKENS)
 
 
 def with_answers(path: Path, records: list[Any]) -> list[Any]:
