@@ -1,3 +1,4 @@
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -75,7 +76,19 @@ def test_known_texts_are_reused_in_every_question(
     assert report.summary.startswith(
         "You saw 2 questions about hens that the model had read before"
     )
-    assert report.summary.endswith(", word for word, to all 2.")
+    assert ", word for word, to all 2. With the texts in reverse order, full" in report.summary
+
+
+def test_full_answers_once_more_with_the_texts_in_reverse_order(
+    engine: Engine, report: ReadingReport
+):
+    turned = replace(QUESTIONS[1], passages=QUESTIONS[1].passages[::-1])
+    other = run_reading_demo(
+        engine, replace(TEXTS, questions=(turned,)), policies=("full", "naive")
+    )
+    assert report.questions[1].reordered == other.questions[0].answers[0].text
+    assert report.questions[1].answers[0].text == other.questions[0].reordered
+    assert report.questions[1].reordered != other.questions[0].reordered
 
 
 def test_the_report_becomes_json(report: ReadingReport):
@@ -86,7 +99,7 @@ def test_the_report_becomes_json(report: ReadingReport):
 def answered(text: str, ttft_s: float, fallback: str | None = None) -> AnsweredQuestion:
     full = PolicyAnswer("full", "Under the bridge.", 2.0, 0, 0, None)
     ours = PolicyAnswer("transitive", text, ttft_s, 0 if fallback else 900, 45, fallback)
-    return AnsweredQuestion("Where?", ("Bridges", "Rivers"), 1000, (full, ours))
+    return AnsweredQuestion("Where?", ("Bridges", "Rivers"), 1000, (full, ours), "By the bridge.")
 
 
 def test_the_summary_says_where_answers_differ_and_when_reuse_is_slower():
@@ -96,11 +109,11 @@ def test_the_summary_says_where_answers_differ_and_when_reuse_is_slower():
         "another order: "
         "transitive took over 90% of the tokens, computed 5% of those again, began to answer 4.0 "
         "times as fast as full "
-        "recomputation, and gave the same answer, word for word, to 1 and another one to 1, "
-        "printed above for you to "
-        "judge."
+        "recomputation, and gave the same answer, word for word, to 1 and another one to 1. With "
+        "the texts in reverse order, full recomputation itself gave an answer in other words to "
+        "all 2."
     )
-    assert "and gave an answer in other words to all 2, printed above" in _summary(
+    assert "and gave an answer in other words to all 2. With" in _summary(
         [other, other], "questions"
     )
     assert "0.5 times as fast" in _summary([answered("Under the bridge.", 4.0)], "questions")
@@ -123,6 +136,7 @@ def test_a_terminal_of_80_columns_shows_every_word():
     )
     assert "900 tokens reused, 45 of them recomputed" in text
     assert "nothing reused: pool_pressure" in text
+    assert text.count("full, texts reversed By the bridge.") == 2
     assert lines[-1] == "What you saw."
 
 
@@ -166,7 +180,7 @@ def test_calls_in_a_package_are_asked_with_the_definitions_that_they_use():
 
 def test_right_answers_are_counted_where_they_are_known():
     line = AnsweredQuestion("?", ("a",), 9, (PolicyAnswer("full", "x = f(1)", 2.0, 0, 0, None),
-        PolicyAnswer("spread", "x = f(2)", 1.0, 5, 1, None)), "x = f(1)")  # fmt: skip
+        PolicyAnswer("spread", "x = f(2)", 1.0, 5, 1, None)), "x = f(1)", "x = f(1)")  # fmt: skip
     assert _summary([line, line], "lines").endswith("Equal to the file, of 2: full 2, spread 0.")
 
 

@@ -4,7 +4,7 @@ in code to complete.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -45,18 +45,23 @@ class PolicyAnswer:
 
 @dataclass(frozen=True)
 class AnsweredQuestion:
-    """A question with the titles of the texts before it, and its answers, that of `full` first."""
+    """A question with the titles of the texts before it, and its answers, that of `full` first.
+
+    Attributes:
+        reordered: answer of full recomputation with the texts in reverse order.
+    """
 
     question: str
     titles: tuple[str, ...]
     prompt_tokens: int
     answers: tuple[PolicyAnswer, ...]
+    reordered: str
     expected: str | None = None
 
 
 @dataclass(frozen=True)
 class ReadingReport:
-    """All questions, and a summary in one sentence."""
+    """All questions, and a summary."""
 
     setup: str
     questions: tuple[AnsweredQuestion, ...]
@@ -131,10 +136,16 @@ def _ask(
         for policy in (*policies[number:], *policies[:number]):
             max_tokens = MAX_TOKENS if number == 0 else 1
             results[policy].append(_send(engine, prompt, policy, max_tokens, remember=False))
-    titles = tuple(passage.title for passage in question.passages)
-    answers = tuple(_answer(policy, results[policy]) for policy in policies)
-    tokens = results["full"][0].report.prompt_tokens
-    return AnsweredQuestion(question.text, titles, tokens, answers, question.expected)
+    turned = replace(question, passages=question.passages[::-1])
+    reordered = _question(engine, reading, turned)
+    return AnsweredQuestion(
+        question=question.text,
+        titles=tuple(passage.title for passage in question.passages),
+        prompt_tokens=results["full"][0].report.prompt_tokens,
+        answers=tuple(_answer(policy, results[policy]) for policy in policies),
+        reordered=_send(engine, reordered, "full", MAX_TOKENS, remember=False).text.strip(),
+        expected=question.expected,
+    )
 
 
 def _send(engine: Engine, prompt: str, policy: str, max_tokens: int, *, remember: bool) -> Result:
@@ -169,13 +180,15 @@ def _describe(engine: Engine) -> str:
 
 
 def _summary(answered: Sequence[AnsweredQuestion], subject: str) -> str:
-    """Return the summary in one sentence, and a second one if the right answers are known."""
+    """Return the summary, with a sentence about right answers if they are known."""
     count = len(answered)
     others = zip(*(question.answers[1:] for question in answered), strict=True)
     seen = [_compared(answers, answered) for answers in others]
+    turned = sum(question.reordered == question.answers[0].text for question in answered)
     return (
         f"You saw {count} {subject} that the model had read before, in other prompts and in "
-        f"another order: {'; '.join(seen)}.{_right(answered)}"
+        f"another order: {'; '.join(seen)}. With the texts in reverse order, full recomputation "
+        f"itself gave {_agreement(turned, count)}.{_right(answered)}"
     )
 
 
@@ -213,9 +226,9 @@ def _agreement(same: int, count: int) -> str:
     if same == count:
         return f"the same answer, word for word, to all {count}"
     if same == 0:
-        return f"an answer in other words to all {count}, printed above for you to judge"
+        return f"an answer in other words to all {count}"
     others = "another one to 1" if count - same == 1 else f"other ones to {count - same}"
-    return f"the same answer, word for word, to {same} and {others}, printed above for you to judge"
+    return f"the same answer, word for word, to {same} and {others}"
 
 
 def render(report: ReadingReport) -> RenderableType:
@@ -248,6 +261,7 @@ def _table(question: AnsweredQuestion) -> Table:
                 style="dim",
             )
         table.add_row(answer.policy, f"{answer.ttft_s:.2f} s", said)
+    table.add_row("full, texts reversed", "", Text(question.reordered or "(nothing)"))
     if question.expected is not None:
         table.add_row(Text("the file", style="dim"), "", Text(question.expected, style="dim"))
 
