@@ -1,4 +1,4 @@
-"""Which KV tells documents apart that look alike: oracles by layer and by token.
+"""Which KV tells similar documents apart: oracles by layer and by token.
 
 Prompts of the suite `alike` whose documents were read one by one. *Exact KV* is what full
 recomputation computes, put in place of the cached one for nothing; *recomputed* tokens run through

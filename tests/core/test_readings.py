@@ -205,7 +205,7 @@ def test_texts_that_a_conversation_has_read_one_behind_the_other_are_told_apart(
     orders = [range(turn + 1 - count, turn + 1) for turn, count in enumerate(kept)]
     assert distinguished(engine, orders) == [0] * len(kept)
     monkeypatch.setattr(Readings, "label", lambda readings, matches: list(matches))
-    assert any(distinguished(engine, orders)), "they do not look alike"
+    assert any(distinguished(engine, orders)), "they are not similar"
 
 
 @pytest.mark.parametrize(

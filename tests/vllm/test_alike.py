@@ -1,4 +1,4 @@
-"""Documents that look alike inside vLLM: the same tokens are recomputed as in the native engine."""
+"""Similar documents inside vLLM: the same tokens are recomputed as in the native engine."""
 
 from pathlib import Path
 
@@ -79,4 +79,4 @@ def test_texts_that_a_conversation_has_read_one_behind_the_other_are_told_apart(
         "options": OPTIONS[:1],
     }
     [[alone]] = warm.run(ENGINE, job, **ENVIRONMENT)
-    assert alone["report"]["counts"]["distinguishing_tokens"] > 0, "they do not look alike"
+    assert alone["report"]["counts"]["distinguishing_tokens"] > 0, "they are not similar"

@@ -408,7 +408,7 @@ LEGEND = (
     "by that of full "
     "with the segments in another order; flips: places of that answer where the best token is "
     "another; alike: "
-    "answers that are right where documents look alike, less full's"
+    "answers that are right about similar documents, less full's"
 )
 
 

@@ -26,8 +26,8 @@ class MeasuredPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         flops: floating-point operations of the prefill, as a share of full recomputation.
         kl: KL(full || policy) in nats.
         flips: share of positions where the most likely token differs.
-        alike: share of right answers about documents that look alike, minus that of full
-            recomputation, from -1 to 1; None if not measured.
+        alike: share of right answers about similar documents, minus that of full recomputation,
+            from -1 to 1; None if not measured.
         same_context: `kl` of the prompts whose known text stands in the context that it was read in
             (`Plan.same_context`); None if not measured.
     """
@@ -41,8 +41,8 @@ class MeasuredPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def fails_alike(self) -> bool:
-        """Return whether it answers significantly worse than full recomputation about documents
-        that look alike."""
+        """Return whether it answers significantly worse than full recomputation about similar
+        documents."""
         return self.alike is not None and self.alike[2] < 0
 
 

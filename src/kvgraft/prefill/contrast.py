@@ -44,7 +44,7 @@ def distinguishing_tokens(plan: Plan, token_ids: Tensor, alike_share: float) -> 
     Shared wording is a run of `WORDING_TOKENS` that occurs again in the same prompt. The other
     place must be text that was read in another prompt and has moved by another distance, or new
     text of at least two blocks (less is the edge of a segment). A segment is a candidate if
-    `WORDING_SHARE` of it is shared wording. The candidates of a prompt look alike if at least
+    `WORDING_SHARE` of it is shared wording. The candidates of a prompt are similar if at least
     `alike_share` of their shared wording lies in shared runs of `PHRASE_TOKENS`.
 
     Candidates before the first one of another reading keep their cached KV, and later ones are
@@ -108,8 +108,7 @@ def _differences(
     candidates: np.ndarray,
     alike_share: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens that distinguish candidates, and the candidates that look alike: bool [T]
-    each."""
+    """Return the tokens that distinguish candidates, and the similar candidates: bool [T] each."""
     segments = text.segments
     phrases = text.shared(counts, PHRASE_TOKENS)
     similar, ambiguous = np.zeros((2, *candidates.shape), bool)

@@ -1,4 +1,4 @@
-"""The suite of questions about documents that look alike."""
+"""The suite of questions about similar documents."""
 
 import re
 

@@ -38,7 +38,7 @@ def make_alike(split: str = "all") -> Suite:
     Raises:
         ValueError: an unknown split.
     """
-    description = f"documents that look alike{of_split(check_split(split))}"
+    description = f"similar documents{of_split(check_split(split))}"
     return Suite("alike", description, tuple(FORMS), partial(_write, split), real_text=True)
 
 
