@@ -25,7 +25,19 @@ ORDER = json.dumps(
             '{"name": "g", "arguments": {"a": 1}}\n</tool_call>',
             [("f", {}), ("g", {"a": 1})],
         ),
+        (
+            'I call f.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\nDone.',
+            [("f", {"a": 1})],
+        ),
+        # a call that is cut off, or not JSON
+        (
+            '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "f", "arg',
+            [],
+        ),
+        ('{"name": "f", "arguments": {}}\n{"name": "f", "arg', []),
+        ('<tool_call>g</tool_call><tool_call>{"name": "f", "arguments": {}}</tool_call>', []),
         ('{"name": "f", "arguments": {}} and more', []),
+        ('{"name": "f", "arguments": ""}', []),
         ("f(a=name, b=-1)", [("f", {"a": "name", "b": -1})]),
         ("f(1)", []),
         ("I cannot call that.", []),

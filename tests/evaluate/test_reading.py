@@ -91,6 +91,15 @@ def test_full_answers_once_more_with_the_texts_in_reverse_order(
     assert report.questions[1].reordered != other.questions[0].reordered
 
 
+def test_a_single_text_has_no_other_order(engine: Engine):
+    question = replace(QUESTIONS[0], passages=(FIRST,))
+    report = run_reading_demo(
+        engine, replace(TEXTS, questions=(question,)), policies=("full", "naive")
+    )
+    assert report.questions[0].reordered is None
+    assert "reverse" not in report.summary
+
+
 def test_the_report_becomes_json(report: ReadingReport):
     decoded = msgspec.json.decode(msgspec.json.encode(report))
     assert decoded["questions"][1]["answers"][1]["policy"] == "transitive"
@@ -179,9 +188,14 @@ def test_calls_in_a_package_are_asked_with_the_definitions_that_they_use():
 
 
 def test_right_answers_are_counted_where_they_are_known():
-    line = AnsweredQuestion("?", ("a",), 9, (PolicyAnswer("full", "x = f(1)", 2.0, 0, 0, None),
-        PolicyAnswer("spread", "x = f(2)", 1.0, 5, 1, None)), "x = f(1)", "x = f(1)")  # fmt: skip
-    assert _summary([line, line], "lines").endswith("Equal to the file, of 2: full 2, spread 0.")
+    answers = (
+        PolicyAnswer("full", "x = f(1)", 2.0, 0, 0, None),
+        PolicyAnswer("spread", "x = f(2)", 1.0, 5, 1, None),
+    )
+    line = AnsweredQuestion("?", ("a",), 9, answers, reordered="x = f(1)", expected="x = f(1)")
+    assert _summary([line, line], "lines").endswith(
+        "Equal to the file, of 2: full 2, spread 0, full with the texts in reverse order 2."
+    )
 
 
 @pytest.mark.parametrize("where", ["missing", "empty"])

@@ -1,14 +1,15 @@
 """Parts of a model are joined in order, and checked."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 
 from kvgraft.cli import run
-from kvgraft.models import find_model
-from kvgraft.models.known import OF_CHECKOUT
+from kvgraft.models import find_model, get_model
+from kvgraft.models.known import MEASUREMENT_MODELS
 from research import models
 from research.models import PartedModel, app, join
 
@@ -51,10 +52,11 @@ def test_an_unknown_model_is_refused_before_any_download(
     assert parts == []
 
 
-@pytest.mark.parametrize("name", OF_CHECKOUT)
+@pytest.mark.parametrize("find", [find_model, get_model])
 def test_a_model_that_is_not_here_names_the_command_that_fetches_it(
-    name: str, cache: Path
+    find: Callable[[str], object], cache: Path
 ):
-    with pytest.raises(FileNotFoundError, match=f"`python -m research.models {name}`"):
-        find_model(name, fetch=True)
-    assert name in models.MODELS
+    assert {*MEASUREMENT_MODELS} == {*models.MODELS}
+    for name in MEASUREMENT_MODELS:
+        with pytest.raises(FileNotFoundError, match=f"`python -m research.models {name}`"):
+            find(name)

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-_AROUND = re.compile(r"```\w*|</?tool_call>")
+_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_FENCE = re.compile(r"```\w*")
 # characters of strings that a comparison ignores
 _IGNORED = re.compile(r"[ ,./\-_*^]")
 
@@ -29,33 +30,48 @@ def match_calls(answer: str, expected: Sequence[str]) -> float:
 
 
 def find_calls(answer: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the calls of an answer, or of its first line; empty if there are none.
+    """Return the calls of an answer; empty if there are none, or if one cannot be read.
 
     They are in Python, `f(a=1)` or a list of calls, or in JSON, `{"name": "f", "arguments": {"a":
-    1}}`, several of these, or a list of them.
+    1}}`, several of these, or a list of them. If the answer has `<tool_call>` tags, the calls are
+    what these enclose. Otherwise other text may follow the line of the calls.
     """
-    text = _AROUND.sub("", answer).strip()
-    for read in (_from_json, _from_python):
-        for part in (text, text.partition("\n")[0]):
-            with suppress(
-                ValueError,
-                SyntaxError,
-                TypeError,
-                KeyError,
-                AttributeError,
-                RecursionError,
-                MemoryError,
-            ):
-                return list(read(part))
+    if tagged := _TAGGED.findall(answer):
+        parts = [_read(part) for part in tagged]
+        return [call for part in parts for call in part or ()] if None not in parts else []
 
-    return []
+    first, _, rest = _FENCE.sub("", answer).strip().partition("\n")
+    calls = _read(f"{first}\n{rest}")
+    if calls is None and not rest.lstrip().startswith(("{", "[")):
+        calls = _read(first)
+    return calls or []
+
+
+def _read(text: str) -> list[tuple[str, dict[str, Any]]] | None:
+    """Return the calls that a text consists of, or None if it is no calls."""
+    text = _FENCE.sub("", text).strip()
+    for read in (_from_json, _from_python):
+        with suppress(
+            ValueError,
+            SyntaxError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+            MemoryError,
+        ):
+            return list(read(text))
+
+    return None
 
 
 def _from_json(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     while text:
         value, end = json.JSONDecoder().raw_decode(text)
         for call in value if isinstance(value, list) else [value]:
-            yield call["name"], dict(call["arguments"])
+            if not isinstance(call["arguments"], dict):
+                raise TypeError("arguments are an object")
+            yield call["name"], call["arguments"]
         text = text[end:].lstrip()
 
 

@@ -48,14 +48,15 @@ class AnsweredQuestion:
     """A question with the titles of the texts before it, and its answers, that of `full` first.
 
     Attributes:
-        reordered: answer of full recomputation with the texts in reverse order.
+        reordered: answer of full recomputation with the texts in reverse order; None if that is
+            the same order.
     """
 
     question: str
     titles: tuple[str, ...]
     prompt_tokens: int
     answers: tuple[PolicyAnswer, ...]
-    reordered: str
+    reordered: str | None
     expected: str | None = None
 
 
@@ -136,14 +137,16 @@ def _ask(
         for policy in (*policies[number:], *policies[:number]):
             max_tokens = MAX_TOKENS if number == 0 else 1
             results[policy].append(_send(engine, prompt, policy, max_tokens, remember=False))
-    turned = replace(question, passages=question.passages[::-1])
-    reordered = _question(engine, reading, turned)
+    reordered = None
+    if (turned := replace(question, passages=question.passages[::-1])) != question:
+        prompt = _question(engine, reading, turned)
+        reordered = _send(engine, prompt, "full", MAX_TOKENS, remember=False).text.strip()
     return AnsweredQuestion(
         question=question.text,
         titles=tuple(passage.title for passage in question.passages),
         prompt_tokens=results["full"][0].report.prompt_tokens,
         answers=tuple(_answer(policy, results[policy]) for policy in policies),
-        reordered=_send(engine, reordered, "full", MAX_TOKENS, remember=False).text.strip(),
+        reordered=reordered,
         expected=question.expected,
     )
 
@@ -184,11 +187,22 @@ def _summary(answered: Sequence[AnsweredQuestion], subject: str) -> str:
     count = len(answered)
     others = zip(*(question.answers[1:] for question in answered), strict=True)
     seen = [_compared(answers, answered) for answers in others]
-    turned = sum(question.reordered == question.answers[0].text for question in answered)
     return (
         f"You saw {count} {subject} that the model had read before, in other prompts and in "
-        f"another order: {'; '.join(seen)}. With the texts in reverse order, full recomputation "
-        f"itself gave {_agreement(turned, count)}.{_right(answered)}"
+        f"another order: {'; '.join(seen)}.{_reordered(answered)}{_right(answered)}"
+    )
+
+
+def _reordered(answered: Sequence[AnsweredQuestion]) -> str:
+    """Return how often full recomputation keeps its answer if the texts are reversed, in a
+    sentence, if that was asked."""
+    asked = [question for question in answered if question.reordered is not None]
+    if not asked:
+        return ""
+    same = sum(question.reordered == question.answers[0].text for question in asked)
+    return (
+        " With the texts in reverse order, full recomputation itself gave "
+        f"{_agreement(same, len(asked))}."
     )
 
 
@@ -202,7 +216,9 @@ def _right(answered: Sequence[AnsweredQuestion]) -> str:
         for answer in question.answers
         if answer.text == question.expected
     )
-    counts = (f"{answer.policy} {right[answer.policy]}" for answer in answered[0].answers)
+    counts = [f"{answer.policy} {right[answer.policy]}" for answer in answered[0].answers]
+    reversed_ = sum(question.reordered == question.expected for question in answered)
+    counts.append(f"full with the texts in reverse order {reversed_}")
     return f" Equal to the file, of {len(answered)}: {', '.join(counts)}."
 
 
@@ -261,7 +277,8 @@ def _table(question: AnsweredQuestion) -> Table:
                 style="dim",
             )
         table.add_row(answer.policy, f"{answer.ttft_s:.2f} s", said)
-    table.add_row("full, texts reversed", "", Text(question.reordered or "(nothing)"))
+    if question.reordered is not None:
+        table.add_row("full, texts reversed", "", Text(question.reordered or "(nothing)"))
     if question.expected is not None:
         table.add_row(Text("the file", style="dim"), "", Text(question.expected, style="dim"))
 

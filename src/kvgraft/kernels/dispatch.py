@@ -375,7 +375,7 @@ def radix_topk(
         scores: float32 [S, n]; columns with a score of minus infinity are never chosen.
         lengths: int64 [S], columns of each row.
         k: at least 1.
-        tolerance: share of k that may be any columns of the bin of the k-th best, taken evenly over
+        tolerance: share of k that may be taken unranked from the bin of the k-th best, evenly over
             the row; the bin is then not refined. 0 is exact, 1 looks at one digit.
         remap: take the first digit from the place of the score between the least and the greatest,
             so that bins are equally full for most distributions. Otherwise take it from the score's

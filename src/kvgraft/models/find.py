@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvgraft.models.get import get_model
-from kvgraft.models.known import KNOWN, check_elsewhere
+from kvgraft.models.known import KNOWN, refuse_measurement_model
 from kvgraft.models.named import NAME, find_named, named_models
 
 # Name of the small model of kvgraft-lab.
@@ -54,7 +54,7 @@ def find_model(model: str | Path, *, fetch: bool = False) -> Path:
     if (found := find_named(name)) is not None:
         return found.directory
     if name not in KNOWN:
-        check_elsewhere(name)
+        refuse_measurement_model(name)
         here = ", ".join(model.record.name for model in named_models()) or "none"
         raise FileNotFoundError(
             f"{name} is not a model directory, nor the name of a model: here are {here}; `kvgraft "

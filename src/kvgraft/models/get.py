@@ -13,7 +13,7 @@ from zipfile import BadZipFile, ZipFile
 
 from rich.console import Console
 
-from kvgraft.models.known import KNOWN, KnownModel, check_elsewhere
+from kvgraft.models.known import KNOWN, KnownModel, refuse_measurement_model
 from kvgraft.models.named import NamedModel, check_name, find_named, put_in_place, workshop
 
 
@@ -34,7 +34,7 @@ def get_model(source: str | Path, name: str | None = None) -> NamedModel:
     """
     path = Path(source) if Path(source).is_file() else None
     if path is None and str(source) not in KNOWN:
-        check_elsewhere(str(source))
+        refuse_measurement_model(str(source))
         raise FileNotFoundError(
             f"{source} is neither a file (.gguf, or a .whl that holds one) nor a known model: "
             f"{', '.join(KNOWN)}"

@@ -45,13 +45,13 @@ KNOWN = {
     )
 }
 
-# Further models of the project's measurements.
-OF_CHECKOUT = ("qwen05", "qwen15")
+# Models of the project's measurements, which a checkout of the project fetches.
+MEASUREMENT_MODELS = ("qwen05", "qwen15")
 
 
-def check_elsewhere(name: str) -> None:
+def refuse_measurement_model(name: str) -> None:
     """Raise FileNotFoundError with the command that fetches a model of the measurements."""
-    if name in OF_CHECKOUT:
+    if name in MEASUREMENT_MODELS:
         raise FileNotFoundError(
-            f"{name} is not here yet: `python -m research.models {name}` in a checkout of KVGraft"
+            f"{name} is fetched by `python -m research.models {name}` in a checkout of KVGraft"
         )
