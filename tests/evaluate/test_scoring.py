@@ -59,6 +59,11 @@ def test_who_computes_everything_is_nowhere_else_than_full(
     assert by_policy["naive"].answer_kl.value > 0.1
     assert by_policy["naive"].flips.value > 0
     assert by_policy["naive"].loglik.value < 0, "full's own answer is less likely"
+    assert by_policy["full"].same_answer == by_policy[EVERYTHING].same_answer == 1
+    others = [row.answer.text for row in rows if row.policy == "naive"]
+    fulls = [row.answer.text for row in rows if row.policy == "full"]
+    equal = sum(ours == full for ours, full in zip(others, fulls, strict=True))
+    assert by_policy["naive"].same_answer == equal / len(fulls) < 1
 
 
 def test_order_noise_is_the_unit(rows: list[EvalRow], by_policy: dict[str, Summary]):
@@ -82,6 +87,7 @@ def test_tables_and_pictures_have_them(rows: list[EvalRow], tmp_path: Path):
     results.write_tables(rows, tmp_path, "kvgraft eval ...")
     [header, *lines] = results.overview_table(summaries.summarise(rows, "all"))
     shown = {line[0]: dict(zip(header, line, strict=True)) for line in lines}
+    assert (shown["full"]["same"], shown["naive"]["same"][-1]) == ("100%", "%")
     assert (shown["full"]["answer KL"], shown["full"]["flips"], shown[ORDER_NOISE]["/ noise"]) == (
         "0.0000",
         "0.0%",

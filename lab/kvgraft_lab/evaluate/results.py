@@ -44,8 +44,8 @@ def overview_table(summaries: Sequence[Summary]) -> list[list[str]]:
     """Return header and lines, with one line of all main figures per policy."""
     kl_tokens = max((s.kl_tokens for s in summaries), default=0)
     header = [
-        "policy", "score", "95 %", "of full", "beyond full", "F1", "EM", "kept", "KV MiB", "redone",
-        "work", "FLOPs",
+        "policy", "score", "95 %", "of full", "beyond full", "same", "F1", "EM", "kept", "KV MiB",
+        "redone", "work", "FLOPs",
         "TTFT ms", "faster", "KL", "top-1",
         f"answer KL, top {kl_tokens}" if kl_tokens else "answer KL",
         "KL 95 %", "flips",
@@ -53,7 +53,7 @@ def overview_table(summaries: Sequence[Summary]) -> list[list[str]]:
     ]  # fmt: skip
     lines = [
         [s.policy, f"{s.score:.3f}", "-" if isnan(s.low) else f"{s.low:.3f}-{s.high:.3f}",
-         f"{s.of_full:.3f}", _beyond(s), f"{s.f1:.3f}",
+         f"{s.of_full:.3f}", _beyond(s), f"{s.same_answer:.0%}", f"{s.f1:.3f}",
          f"{s.exact_match:.3f}", f"{s.kept:.1%}", f"{s.kv_mib:.1f}" if s.kv_mib else "-",
          f"{s.recomputed:.1%}",
          f"{s.work:.1%}", _known(s.flops, ".1%"), f"{s.ttft_ms:.1f}", f"{s.speedup:.2f}",
@@ -128,7 +128,7 @@ def _known(value: float, form: str) -> str:
 
 LEGEND = (
     "score: mean by the tasks' own metrics; beyond full: 95 % interval of the difference from "
-    "full, prompt by prompt; "
+    "full, prompt by prompt; same: answers that are full's, word for word; "
     "kept: tokens of the prompt in the cache when the answer begins; KV: most that keys and values "
     "took at a time; "
     "redone: grafted tokens computed again in the last layer; work: (token, layer) pairs computed "

@@ -35,6 +35,7 @@ class Summary:
         of_full: score divided by that of `full` on the same prompts.
         beyond_full, beyond_low, beyond_high: mean difference from `full`, prompt by prompt, with
             its interval.
+        same_answer: share of answers that are `full`'s, word for word.
         exact_match, f1: means of these scores.
         reused: grafted tokens as a share of the prompt tokens.
         recomputed: share of the grafted tokens that were recomputed in the last layer.
@@ -70,6 +71,7 @@ class Summary:
     beyond_full: float
     beyond_low: float
     beyond_high: float
+    same_answer: float
     exact_match: float
     f1: float
     reused: float
@@ -156,6 +158,9 @@ def _summary(
         beyond_full=beyond.value,
         beyond_low=beyond.low,
         beyond_high=beyond.high,
+        same_answer=mean(
+            row.answer.text == f.answer.text for row, f in zip(rows, truth, strict=True)
+        ),
         exact_match=mean(row.exact_match for row in rows),
         f1=mean(row.f1 for row in rows),
         reused=grafted / sum(answer.prompt for answer in answers),
