@@ -192,7 +192,7 @@ def test_right_answers_are_counted_where_they_are_known():
         PolicyAnswer("full", "x = f(1)", 2.0, 0, 0, None),
         PolicyAnswer("spread", "x = f(2)", 1.0, 5, 1, None),
     )
-    line = AnsweredQuestion("?", ("a",), 9, answers, reordered="x = f(1)", expected="x = f(1)")
+    line = AnsweredQuestion("?", ("a",), 9, answers, reordered="x = f(1)", expected="x = f( 1 )")
     assert _summary([line, line], "lines").endswith(
         "Equal to the file, of 2: full 2, spread 0, full with the texts in reverse order 2."
     )

@@ -207,19 +207,24 @@ def _reordered(answered: Sequence[AnsweredQuestion]) -> str:
 
 
 def _right(answered: Sequence[AnsweredQuestion]) -> str:
-    """Return how many expected answers each policy gave, in a sentence, if there are any."""
+    """Return how many expected answers each policy gave, without regard to white space, in a
+    sentence, if there are any."""
     if any(question.expected is None for question in answered):
         return ""
     right = Counter(
         answer.policy
         for question in answered
         for answer in question.answers
-        if answer.text == question.expected
+        if _is_expected(answer.text, question)
     )
     counts = [f"{answer.policy} {right[answer.policy]}" for answer in answered[0].answers]
-    reversed_ = sum(question.reordered == question.expected for question in answered)
+    reversed_ = sum(_is_expected(question.reordered or "", question) for question in answered)
     counts.append(f"full with the texts in reverse order {reversed_}")
     return f" Equal to the file, of {len(answered)}: {', '.join(counts)}."
+
+
+def _is_expected(text: str, question: AnsweredQuestion) -> bool:
+    return "".join(text.split()) == "".join((question.expected or "").split())
 
 
 def _compared(answers: Sequence[PolicyAnswer], answered: Sequence[AnsweredQuestion]) -> str:
