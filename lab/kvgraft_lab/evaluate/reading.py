@@ -18,6 +18,7 @@ from kvgraft.engine.engine import Engine
 from kvgraft.engine.request import Request, Result
 from kvgraft.engine.sampling import SamplingParams
 from kvgraft.prefill import DEFAULT_POLICY
+from kvgraft_lab.evaluate.metrics import line_match
 from kvgraft_lab.evaluate.passages import WORLD, Passage, Reading, TextQuestion
 
 POLICIES = ("full", DEFAULT_POLICY)
@@ -211,20 +212,18 @@ def _right(answered: Sequence[AnsweredQuestion]) -> str:
     sentence, if there are any."""
     if any(question.expected is None for question in answered):
         return ""
-    right = Counter(
-        answer.policy
-        for question in answered
-        for answer in question.answers
-        if _is_expected(answer.text, question)
-    )
-    counts = [f"{answer.policy} {right[answer.policy]}" for answer in answered[0].answers]
-    reversed_ = sum(_is_expected(question.reordered or "", question) for question in answered)
-    counts.append(f"full with the texts in reverse order {reversed_}")
-    return f" Equal to the file, of {len(answered)}: {', '.join(counts)}."
-
-
-def _is_expected(text: str, question: AnsweredQuestion) -> bool:
-    return "".join(text.split()) == "".join((question.expected or "").split())
+    right = Counter[str]()
+    for question in answered:
+        answers = {answer.policy: answer.text for answer in question.answers}
+        answers["full with the texts in reverse order"] = question.reordered or ""
+        right.update(
+            {
+                name: int(line_match(text, [question.expected or ""]))
+                for name, text in answers.items()
+            }
+        )
+    counts = ", ".join(f"{name} {count}" for name, count in right.items())
+    return f" Equal to the file, of {len(answered)}: {counts}."
 
 
 def _compared(answers: Sequence[PolicyAnswer], answered: Sequence[AnsweredQuestion]) -> str:
